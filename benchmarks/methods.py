@@ -1,7 +1,9 @@
-"""What the methods beside a plain reward give: on-policy distillation, and what token scores cost.
+"""What the methods beside a plain reward give: on-policy distillation, parts of a reward normalised apart, and what
+token scores cost.
 
-`--runs` trains: the teacher (a finished quickstart), then for each seed the quickstart by GRPO and by distillation
-alone, from the same warm start, evaluated at every step. Without it only the rows that take seconds are measured.
+Without `--runs` only the rows that take seconds are measured. `--runs distil` trains a teacher (a finished quickstart),
+then for each seed the quickstart by GRPO and by distillation alone, from the same warm start, evaluated at every step.
+`--runs gdpo` trains the quickstart with a second reward that is a hundred times as large, by GDPO and by the sum.
 """
 
 import os
@@ -21,11 +23,10 @@ import numpy as np
 import tomli_w
 import torch
 from common import APRIL, ROOT, Row, execute, parser, quickstart_policy, ratios, report
+from method_references import gaps
 
 from april.config import Config
 from april.learner.batch import TrainingBatch, TrainSample, decode, encode
-from april.learner.losses.columns import MAX_LOG_RATIO, Spans
-from april.learner.losses.distillation import reverse_kl
 from april.learner.losses.ranks import SingleRank
 from april.learner.objective import Objective
 from april.learner.trainer import Trainer
@@ -34,44 +35,29 @@ from april.wire.message import Version
 
 WANTED = 0.9
 """Held-out accuracy that both sides have to reach."""
-SEEDS, STEPS, REPEATS = 5, 64, 9
+SEEDS, STEPS, STEPS_APART, REPEATS = 5, 64, 16, 9
 GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, 12, 64
-DISCOUNTS = (0.0, 0.5, 1.0)
 DISTILLED = {"advantage": "no_reward", "distillation": "reverse_kl", "distillation_discount": 0.0}
 
 
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--runs", action="store_true", help="train, which takes minutes a seed")
+    arguments.add_argument("--runs", nargs="*", choices=RUNS, default=(), help="train these, minutes for each seed")
     arguments.add_argument("--seeds", type=int, default=SEEDS)
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="april-methods-") as made:
         folder = Path(made)
         policy = quickstart_policy(folder, options.quick)
-        rows = [reference_gap(), token_scores_cost(policy, folder, 3 if options.quick else REPEATS)]
-        if options.runs:
-            rows += distillation(policy, folder, options.seeds, options.quick)
+        rows = [
+            Row("reference_gap", list(gaps(np.random.default_rng(0))), "", of=max),
+            token_scores_cost(policy, folder, 3 if options.quick else REPEATS),
+        ]
+        for name in options.runs:
+            rows += RUNS[name](policy, folder, options.seeds, options.quick)
     report(rows, options.json)
 
 
 # --- rows of seconds --------------------------------------------------------------------------------------------------
-
-
-def reference_gap() -> Row:
-    """Largest difference between a distillation's advantages, float64, and their definition."""
-    rng, gaps = np.random.default_rng(0), []
-    lengths = rng.integers(1, 60, 20)
-    index = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths))
-    spans = Spans(index, torch.from_numpy(lengths).float())
-    for discount in DISCOUNTS:
-        teacher, old = (-rng.exponential(8.0, lengths.sum()) for _ in range(2))
-        section = configured(Path(), distillation_discount=discount).algorithm
-        found = reverse_kl(torch.from_numpy(teacher), torch.from_numpy(old), spans, section).numpy()
-        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
-            gains = np.clip(teacher - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)[end - length : end]
-            powers = np.power(discount, np.subtract.outer(np.arange(length), np.arange(length)).T.clip(0))
-            gaps.append(float(np.abs(found[end - length : end] - np.triu(powers) @ gains).max()))
-    return Row("reference_gap", gaps, "", of=max)
 
 
 def token_scores_cost(policy: Path, folder: Path, repeats: int) -> Row:
@@ -141,6 +127,29 @@ def distillation(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Ro
     ]
 
 
+BRIEF = """
+def brief(tokens):
+    return 100.0 * (1.0 - tokens / 64)
+"""
+"""A reward for short responses, whose spread is some hundred times that of right and wrong."""
+
+
+def apart(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Row]:
+    """Accuracy on held-out prompts after a few steps on two rewards of different scale: of GDPO over that of the sum."""
+    (folder / "brief_reward.py").write_text(BRIEF)
+    parts = {"correct": {}, "brief": {"verifier": "brief_reward:brief"}}
+    accuracies: dict[str, list[float]] = {"gdpo": [], "sum": []}
+    for seed in range(1, 1 + (1 if quick else seeds)):
+        for name, found in accuracies.items():
+            changes = {"reward": {"part": parts}, "algorithm": {"advantage": "gdpo" if name == "gdpo" else "grpo"}}
+            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS_APART, changes, quick)
+            found.append(read_run(run).evaluation[-1]["accuracy"])
+    return [
+        Row("gdpo_vs_sum", ratios(accuracies["gdpo"], [max(each, 1e-3) for each in accuracies["sum"]]), ""),
+        *(Row(f"accuracy_{name}", found, "of held-out prompts") for name, found in accuracies.items()),
+    ]
+
+
 def train(folder: Path, name: str, policy: Path, seed: int, steps: int, changes: dict, quick: bool) -> Path:
     """A run of the quickstart's configuration with other sections; returns its folder."""
     data = ROOT / "cache/data"
@@ -174,6 +183,10 @@ def samples_to(run_folder: Path, wanted: float) -> float:
     reached = [point["step"] for point in run.evaluation if point["accuracy"] >= wanted and point["step"]]
     per_step = [step["samples"] for step in run.steps]
     return float(sum(per_step[: reached[0]])) if reached else float("inf")
+
+
+RUNS = {"distil": distillation, "gdpo": apart}
+"""Comparisons of whole runs, by name."""
 
 
 if __name__ == "__main__":

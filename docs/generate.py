@@ -23,6 +23,7 @@ from april.broker.views.metrics import METRICS, Exporter, Histogram, histogram_f
 from april.config import Config, SourceSection, known_keys
 from april.config.data import EvaluationSetSection
 from april.config.loading import FLAGS
+from april.config.rewards import RewardPartSection
 from april.config.workers import TeacherSection
 from april.util.registry import PART_SYNTAX, REGISTRIES, registry_of
 from april.weights.channel import AnyChannelMessage
@@ -33,9 +34,14 @@ UNITS = ("seconds", "tokens", "MiB", "GiB", "TFLOP/s", "policy steps")
 UNITS_BY_SUFFIX = {"_tokens": "tokens", "_s": "seconds", "_mb": "MiB"}
 """Units of keys whose description names none."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-SEVERAL = {"data.sources": SourceSection, "evaluation.sets": EvaluationSetSection, "teacher": TeacherSection}
+SEVERAL = {
+    "data.sources": SourceSection,
+    "evaluation.sets": EvaluationSetSection,
+    "reward.part": RewardPartSection,
+    "teacher": TeacherSection,
+}
 """Tables that a configuration may have several of."""
-HEADINGS = {"data.sources": "[[data.sources]]"} | {key: f"[{key}.NAME]" for key in ("evaluation.sets", "teacher")}
+HEADINGS = {key: f"[{key}.NAME]" for key in SEVERAL} | {"data.sources": "[[data.sources]]"}
 EMPTY = (None, "", [], {}, ())
 
 

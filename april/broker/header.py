@@ -120,6 +120,8 @@ def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
     for number, held_out in prompts.held_out.items():
         key = f"{held_out.settings.key}.path (prompts)" if number else "data.eval_path (prompts)"
         found[key] = held_out.rows.fingerprint if len(held_out.rows) else NO_FINGERPRINT
+    parts = {name: part.written() for name, part in config.reward.part.items()}
+    found["reward.part"] = json.dumps(parts, sort_keys=True)
     found |= {f"reward.{key}": str(getattr(config.reward, key)) for key in SCORING_KEYS}
     if weights := weights_fingerprint(folder):
         found["model.path (weights)"] = weights

@@ -1,12 +1,11 @@
 """Checks that keys fit together. Each raises a ConfigError that names key, value and fix."""
 
-import re
 from collections.abc import Collection
-from urllib.parse import parse_qsl, urlsplit
 
 from april.config.addresses import check_addresses, check_checkpoint_store, check_listening
 from april.config.broker import BrokerSection
 from april.config.data import DataSection, check_evaluation, check_set_paths
+from april.config.rewards import check_apart, check_reward
 from april.config.schedule import ScheduleSection
 from april.config.sections import Config
 from april.config.sharing import check_memory_division, check_sharing, check_time_sharing
@@ -15,7 +14,6 @@ from april.config.training import AlgorithmSection, CriticSection, check_lora
 from april.config.workers import EnvironmentSection
 from april.util.errors import refuse, toml_like
 from april.util.registry import REGISTRIES, registry_of
-from april.util.text import is_secret
 from april.wire.limits import MAX_TOP_K
 
 BANDS = [
@@ -50,7 +48,8 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_time_sharing(config, config.shipped_part("schedule.kind"), backend)
     check_addresses(config)
     check_leases(config.broker)
-    check_reward(config)
+    check_reward(config.reward, config.sampling.max_response_tokens)
+    check_parts_needed(config)
     check_environment(config.environment)
     check_agent(config)
     check_teachers(config)
@@ -224,6 +223,12 @@ def needs_norms(algorithm: AlgorithmSection, imported: bool) -> bool | None:
     return advantage_flag("needs_norms", algorithm, imported)
 
 
+def needs_parts(algorithm: AlgorithmSection, imported: bool) -> bool | None:
+    """Whether the advantage estimator takes the parts of the reward apart; None (unknown) for a user-defined one unless
+    `imported`."""
+    return advantage_flag("needs_parts", algorithm, imported)
+
+
 def advantage_flag(name: str, algorithm: AlgorithmSection, imported: bool) -> bool | None:
     registry = registry_of("algorithm.advantage")
     if not imported and algorithm.advantage not in registry.shipped:
@@ -271,6 +276,12 @@ def check_critic(config: Config, imported: bool = False) -> None:
         )
 
 
+def check_parts_needed(config: Config, imported: bool = False) -> None:
+    """Refuse an advantage of the parts of the reward where they are missing."""
+    if needs_parts(config.algorithm, imported):
+        check_apart(config.reward, config.algorithm.advantage)
+
+
 def check_leases(broker: BrokerSection) -> None:
     if broker.renew_s >= broker.lease_s:
         refuse(
@@ -279,40 +290,6 @@ def check_leases(broker: BrokerSection) -> None:
             f"is not below broker.lease_s = {broker.lease_s}",
             "a lease would end before its renewal: lower renew_s",
         )
-
-
-def check_reward(config: Config) -> None:
-    reward, budget = config.reward, config.sampling.max_response_tokens
-    if reward.overlong_buffer_tokens > budget:
-        refuse(
-            "reward.overlong_buffer_tokens",
-            reward.overlong_buffer_tokens,
-            f"is more than sampling.max_response_tokens = {budget}",
-            "use a part of it",
-        )
-    if reward.code_memory_mb > reward.memory_mb:
-        refuse(
-            "reward.code_memory_mb",
-            reward.code_memory_mb,
-            f"is more than reward.memory_mb = {reward.memory_mb}, within which programs run",
-            "raise that",
-        )
-    for key in ("allowed", "without_special_tokens"):
-        for name in getattr(reward, key):
-            registry_of("reward.name").check_name(name, f"reward.{key}")
-    if reward.url and not re.match(r"https?://[^/\s]", reward.url):
-        refuse("reward.url", reward.url, "is no address", "give it as http://HOST:PORT/PATH")
-    query = parse_qsl(urlsplit(reward.url).query)
-    secret = [
-        name for name, value in query if is_secret(name) and name.lower() not in ("key", "keys") and "${" not in value
-    ]
-    if "@" in urlsplit(reward.url).netloc or secret:
-        fix = "name the variable in reward.url_key_variable, or as ${NAME} in the address"
-        refuse("reward.url", reward.url, "holds a secret, which belongs into an environment variable", fix)
-    try:
-        re.compile(reward.format_pattern)
-    except re.error as error:
-        refuse("reward.format_pattern", reward.format_pattern, f"is no regular expression ({error})", "mend it")
 
 
 def check_environment(environment: EnvironmentSection) -> None:

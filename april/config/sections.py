@@ -13,6 +13,7 @@ from april.config.clusters import DevicesSection, LaunchSection
 from april.config.data import Commit, DataSection, EvaluationSection, EvaluationSet, SourceSection, evaluation_sets
 from april.config.learner import LearnerSection, SamplesSection
 from april.config.presets import fill_preset
+from april.config.rewards import RewardSection
 from april.config.schedule import SamplingSection, ScheduleSection
 from april.config.section import AUTO, HUB_NAME, HubSection, Section
 from april.config.training import AlgorithmSection, CriticSection, LoraSection
@@ -20,7 +21,6 @@ from april.config.workers import (
     AgentSection,
     EngineSection,
     EnvironmentSection,
-    RewardSection,
     ScorerSection,
     TeacherSection,
     WorkerSection,

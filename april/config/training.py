@@ -21,9 +21,10 @@ class AlgorithmSection(Section):
     )
     advantage: str = Field(
         "grpo",
-        description="Advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, opob (VCPO's "
-        "baseline, with a backward pass for each response), gae (with a critic, a second model of the policy's "
-        "size), no_reward (0, for distillation alone), or yours as package.module:function.",
+        description="Advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gdpo (the parts of "
+        "the reward, each apart), opob (VCPO's baseline, with a backward pass for each response), gae (with a critic, "
+        "a second model of the policy's size), no_reward (0, for distillation alone), or yours as "
+        "package.module:function.",
     )
     loss: str = Field(
         "ppo",

@@ -1,4 +1,4 @@
-"""The keys of `[worker]`, `[engine]`, `[reward]`, `[scorer]`, `[environment]` and `[agent]`."""
+"""The keys of `[worker]`, `[engine]`, `[scorer]`, `[teacher.NAME]`, `[environment]` and `[agent]`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -177,96 +177,6 @@ class EngineSection(Section):
         """Tensor-parallel size of each inference server that a worker starts, read from the options in
         `engine.server`."""
         return int(self.server.get("tp_size", self.server.get("tensor_parallel_size", 1)))
-
-
-class RewardSection(Section):
-    name: str = Field(
-        "final_answer",
-        description="Verifier for rows that name none: one that ships, or yours as package.module:function.",
-    )
-    where: Literal["worker", "scorer"] = Field(
-        "worker",
-        description="Where responses are scored: in the worker that generated them, or by scorer processes "
-        "([scorer]), which takes one more lease for each response.",
-    )
-    timeout_s: float = Field(
-        10.0,
-        gt=0,
-        description="Time after which a verifier's call is killed (seconds). A high value waits long for one that "
-        "hangs; a low one fails slow ones, whose samples are tried again.",
-    )
-    processes: int = Field(
-        1, ge=1, description="Verifier processes of each worker, or of each scorer. Each takes its own memory."
-    )
-    memory_mb: int = Field(4096, ge=256, description="Largest address space of a verifier process (MiB).")
-    overlong_buffer_tokens: int = Field(
-        0,
-        ge=0,
-        description="Soft overlong penalty of DAPO: tokens at the end of sampling.max_response_tokens over which the "
-        "penalty rises from 0 to overlong_penalty. 0: none.",
-    )
-    overlong_penalty: float = Field(
-        1.0,
-        ge=0,
-        description="Reward subtracted from a response that uses its whole token budget; see overlong_buffer_tokens.",
-    )
-    format_pattern: str = Field(
-        "",
-        description="Regular expression that a response should match somewhere; one that does not loses "
-        "format_penalty. Empty: none.",
-    )
-    format_penalty: float = Field(
-        1.0, ge=0, description="Reward subtracted from a response that does not match format_pattern."
-    )
-    url: str = Field(
-        "",
-        description="Address of the reward model that the verifier remote asks, as http://HOST:PORT/PATH. A request "
-        "carries up to 32 responses. ${NAME} stands for an environment variable of workers or scorers.",
-    )
-    url_key_variable: str = Field(
-        "",
-        pattern=r"^([A-Za-z_]\w*)?$",
-        description="Name of the environment variable of workers or scorers with the key of the server at reward.url, "
-        "which is sent as a bearer token. Empty: none.",
-    )
-    code_test_s: float = Field(
-        4.0,
-        gt=0,
-        description="Longest run of a program in one test of the verifier code (seconds). A program that hangs takes "
-        "this long in each test.",
-    )
-    code_memory_mb: int = Field(
-        1024,
-        ge=64,
-        description="Largest memory of a program that the verifier code runs, with all its child processes (MiB).",
-    )
-    code_isolation: Literal["best", "strict"] = Field(
-        "best",
-        description="Isolation of programs that the verifier code runs: best uses all that this host permits, strict "
-        "refuses a host that does not permit everything.",
-    )
-    over_limit: Literal["failed", "wrong"] = Field(
-        "wrong",
-        description="Handling of a response that no verifier can decide within its limits: wrong scores it as wrong, "
-        "which blames the policy for a slow machine; failed tries it again, and may cost its group.",
-    )
-    without_special_tokens: list[str] = Field(
-        [],
-        description="Verifiers that get responses without special tokens. Others see those that the policy wrote, "
-        "such as </think> where it is one, but no end token at the end. Empty: none.",
-    )
-    max_failed_share: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="Largest share of prompts that may fail for good in a run that still counts as a success, by the "
-        "exit status of `april run`; 1: any.",
-    )
-    allowed: list[str] = Field(
-        [],
-        description="Verifiers that rows of the data may name. Whoever writes the data chooses among these. Empty: "
-        "those that ship.",
-    )
 
 
 class ScorerSection(Section):

@@ -1,6 +1,6 @@
 """Dataset rows: what a record must have to become one, by the mapping that locates its fields."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from decimal import Decimal
 from typing import Any
 
@@ -157,9 +157,9 @@ def text_of(message: dict) -> str:
     return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
 
 
-def row_prompt(row: DatasetRow, reward: str) -> str:
-    """The row's prompt as JSON, if the named reward gets it and the row has one; otherwise ""."""
-    return orjson.dumps(row.prompt).decode() if row.prompt and takes_row_prompt(reward) else ""
+def row_prompt(row: DatasetRow, rewards: Iterable[str]) -> str:
+    """The row's prompt as JSON, if one of the named rewards gets it and the row has one; otherwise ""."""
+    return orjson.dumps(row.prompt).decode() if row.prompt and any(map(takes_row_prompt, rewards)) else ""
 
 
 def has_other_parts(message: dict) -> bool:

@@ -29,7 +29,15 @@ from april.broker.prompts import PromptBook, open_prompts
 from april.broker.schedules import SCHEDULES
 from april.broker.telemetry.sinks import check_sinks
 from april.config import Config, ConfigError, ScheduleSection, SourceSection
-from april.config.checks import check_algorithm, check_critic, check_engine, check_model, check_schedule, needs_values
+from april.config.checks import (
+    check_algorithm,
+    check_critic,
+    check_engine,
+    check_model,
+    check_parts_needed,
+    check_schedule,
+    needs_values,
+)
 from april.config.loading import validate
 from april.config.sharing import check_time_sharing
 from april.config.stored import store_of, store_refused
@@ -178,6 +186,7 @@ def check_run(
 def verifiers_of(config: Config) -> Mapping[str, str]:
     """Names of the verifiers in the configuration, with the key that names each."""
     named = {verifier_of(source): "data.reward" for source in config.sources}
+    named |= {part.verifier: f"reward.part.{name}.verifier" for name, part in config.reward.part.items()}
     return {name: key for name, key in (named | {config.reward.name: "reward.name"}).items() if name}
 
 
@@ -236,6 +245,7 @@ def check_learner_parts(config: Config) -> bool:
         for registry, name in named:
             registry.find(name)
         check_critic(config, imported=True)
+        check_parts_needed(config, imported=True)
     return own
 
 
@@ -253,8 +263,9 @@ def try_objective(config: Config, device: str) -> None:
     def sample(length: int, reward: float) -> TrainSample:
         logprobs = np.linspace(-2.0, -0.1, length, dtype=np.float32)
         versions = (0, 1, Version(0, 1)), (1, length, Version(0, 2))
-        scores = dict.fromkeys(config.teacher, logprobs)
-        return TrainSample(np.arange(length + 2, dtype=np.int32), 2, logprobs, reward, versions, token_scores=scores)
+        scores, parts = dict.fromkeys(config.teacher, logprobs), dict.fromkeys(config.reward.part, reward)
+        tokens = np.arange(length + 2, dtype=np.int32)
+        return TrainSample(tokens, 2, logprobs, reward, versions, details=parts, token_scores=scores)
 
     lengths, place = range(3, 3 + max(2, config.schedule.n_samples_per_prompt)), torch.device(device)
     groups = [[sample(length, float((length + group) % 2)) for length in lengths] for group in range(2)]

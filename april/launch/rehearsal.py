@@ -252,7 +252,7 @@ class Rehearsal:
         tokens = tokenizer.encode_prompt(response)
         expressed = tokenizer.decode(tokens, keep_special=True) == response
         text = response_text(self.config, tokenizer, name, tokens) if expressed else response
-        raw_prompt = row_prompt(row.dataset_row, name)
+        raw_prompt = row_prompt(row.dataset_row, self.config.reward.asked(name))
         item = Item(index, name, text, label, "stop", prompt, len(tokens), state, row_prompt=raw_prompt)
         if name.startswith(GROUP_REWARD):
             self.verifiers.submit_group(index, name, [item] * self.config.schedule.n_samples_per_prompt)

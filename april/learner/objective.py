@@ -24,9 +24,10 @@ from torch import Tensor
 from april.config import Config
 from april.config.checks import check_algorithm
 from april.learner.batch import SampleForks, TrainingBatch, TrainSample, group_forks
+from april.learner.credit import part_values, row_advantages, sample_rewards, sampled_token_count
 from april.learner.diagnostics import StepTotals, is_repetitive
 from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, LOSSES, STEP_SCALES, find_checked
-from april.learner.losses.advantages import ROUNDING, advantages, has_spread, token_weights
+from april.learner.losses.advantages import ROUNDING, has_spread, token_weights
 from april.learner.losses.columns import Spans, bounded, log_ratio
 from april.learner.losses.corrections import StaleTokens, interpolated_proximal
 from april.learner.losses.kl import KL_ESTIMATORS, k1, k2, k3
@@ -188,6 +189,10 @@ class Objective:
         self.needs_norms: bool = getattr(self.estimator, "needs_norms", False)
         """Whether advantages depend on the gradient norm of each response, and are thus known only once the training
         step has begun."""
+        self.needs_parts: bool = getattr(self.estimator, "needs_parts", False)
+        """Whether advantages are made of the parts of the reward, each apart."""
+        self.parts = {name: part.weight for name, part in config.reward.part.items()}
+        """The parts of the reward, with their weights."""
         self.penalises_rewards = self.needs_values and config.critic.kl_coef > 0
         self.fixes_loss_inputs = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
         """Whether some loss inputs depend on all tokens of the batch, scored before its first optimizer step."""
@@ -269,6 +274,10 @@ class Objective:
             spread = map(has_spread, sample_rewards(groups))
             rows = [sum(map(len, group)) for group in groups]
             return np.repeat(np.fromiter(spread, np.float64, len(groups)), rows)
+        if self.needs_parts:
+            weights = torch.tensor([*self.parts.values(), 1.0], dtype=torch.float64)
+            values = part_values(groups, list(self.parts))
+            return row_advantages(lambda *of_groups: self.estimator(*of_groups, weights), groups, values)
         return row_advantages(self.estimator, groups)
 
     def set_norm_advantages(self, prepared: Prepared, log_ratios: Tensor, squares: Tensor) -> None:
@@ -432,29 +441,6 @@ SCORING_PASSES = (
     ScoringPass(("values",), "critic", lambda objective: objective.needs_values, "critic_s", "computing values"),
 )
 """Every scoring pass, in the order in which those that a configuration needs are run."""
-
-
-def sampled_token_count(forks: SampleForks) -> int:
-    """Number of tokens that the policy sampled in all forks of a sample."""
-    return sum(row.sampled_tokens for row in forks)
-
-
-def sample_rewards(groups: list[list[SampleForks]]) -> list[Tensor]:
-    """Rewards of each group's samples, float64; one reward per sample, shared by all its forks."""
-    return [torch.tensor([rows[0].reward for rows in group], dtype=torch.float64) for group in groups]
-
-
-def row_advantages(estimator: Callable[..., list[Tensor]], groups: list[list[SampleForks]]) -> np.ndarray:
-    """Advantages, float64, one per row; all forks of a sample have the advantage of the sample in its group."""
-    lengths = [torch.tensor(list(map(sampled_token_count, group)), dtype=torch.float64) for group in groups]
-    group_advantages = advantages(estimator, sample_rewards(groups), lengths)
-    rows = [torch.tensor(list(map(len, group)), dtype=torch.int64) for group in groups]
-    return np.concatenate(
-        [
-            np.zeros(0),
-            *(found.repeat_interleave(each).numpy() for found, each in zip(group_advantages, rows, strict=True)),
-        ]
-    )
 
 
 def token_ages(sample: TrainSample, step: int) -> np.ndarray:

@@ -53,7 +53,11 @@ MAX_CUT_CHUNK_TOKENS = FROM_PEER.frame_bytes // (4 * (MAX_SUPPORT_IDS + 3))
 """Most tokens of a chunk with supports, so that it fits into a frame even if every support has the largest size."""
 MAX_STEP_METRICS = 1024
 """Most metrics that a learner may report for one step."""
-RESERVED_DETAILS = ("correct", "base", "over_limit", "overlong", "format")
+PENALTIES = ("overlong", "format")
+"""Details that are penalties, which April adds to a reward."""
+OWN_REWARD = "reward"
+"""Name of the part of a reward that is the reward of the run's verifier itself."""
+RESERVED_DETAILS = ("correct", "base", "over_limit", *PENALTIES)
 """Details of a reward that April itself reads or adds; they do not count towards `MAX_REWARD_DETAILS`."""
 MAX_REWARD_DETAILS = 16
 """Most named components (details) of one reward, besides the reserved ones."""

@@ -18,7 +18,7 @@ from april.util.pulse import MAIN
 from april.wire.limits import MAX_REPORT_BYTES
 from april.wire.sockets.broker import BrokerConnection
 from april.workers.reports import Reports
-from april.workers.rewards.messages import GroupScore, Item, RewardRules, Score
+from april.workers.rewards.messages import GroupScore, Item, RewardPart, RewardRules, Score
 from april.workers.rewards.pool import RewardPool
 from april.workers.teachers.pool import Teachers
 
@@ -169,11 +169,12 @@ def token_values(score: Score | GroupScore) -> bytes:
 def reward_rules(config: Config) -> RewardRules:
     section = config.reward
     named = {field: getattr(section, field) for field in RewardRules.__struct_fields__ if hasattr(section, field)}
-    verifiers = {section.name, *section.allowed, *filter(None, map(verifier_of, config.sources))}
+    verifiers = {*section.asked(section.name), *section.allowed, *filter(None, map(verifier_of, config.sources))}
     return RewardRules(
         max_response_tokens=config.sampling.max_response_tokens,
         verifiers=tuple(sorted(verifiers)),
         has_sessions=config.agent.is_set,
+        parts={name: RewardPart(**part.model_dump()) for name, part in section.part.items()},
         **named,
     )
 

@@ -67,6 +67,7 @@ OTHERS = {
     "data.eval_path (prompts)": change_the_held_out,
     "reward.overlong_penalty": ["--reward.overlong_penalty", "0.5"],
     "reward.name": ["--reward.name", "exact"],
+    "reward.part": ["--reward.part", '{right = {verifier = "exact"}}'],
     "reward.format_pattern": ["--reward.format_pattern", "#[01]"],
     "data.template_options": ["--data.template_options.enable_thinking", "true"],
 }

@@ -15,6 +15,7 @@ import pytest
 from april.config import Config, SourceSection, known_keys
 from april.config.data import EvaluationSetSection
 from april.config.loading import FLAGS
+from april.config.rewards import RewardPartSection
 from april.config.workers import TeacherSection
 from april.simulate.scenario import Scenario
 
@@ -25,11 +26,12 @@ KEYS = {
     *known_keys(),
     *(f"data.sources.{name}" for name in SourceSection.model_fields),
     *(f"evaluation.sets.{name}" for name in EvaluationSetSection.model_fields),
+    *(f"reward.part.{name}" for name in RewardPartSection.model_fields),
     *(f"teacher.{name}" for name in TeacherSection.model_fields),
 }
 SCENARIO_KEYS = set(known_keys(Scenario))
 SECTIONS = [name for name in Config.model_fields if f"{name}.{name}" not in KEYS and name != "seed"]
-FREE_TABLES = ("engine.server", "data.template_options", "evaluation.sets", "teacher")
+FREE_TABLES = ("engine.server", "data.template_options", "evaluation.sets", "reward.part", "teacher")
 """Tables whose keys are not April's."""
 FILES = (".py", ".json", ".jsonl", ".key", ".md", ".msgpack", ".toml", ".sh")
 

@@ -108,8 +108,8 @@ def native_files(registry: Registry, name: str) -> set[Path]:
 
 
 CONFIGURED = (
-    "broker.py", "clusters.py", "data.py", "learner.py", "presets.py", "schedule.py", "sections.py", "training.py",
-    "workers.py",
+    "broker.py", "clusters.py", "data.py", "learner.py", "presets.py", "rewards.py", "schedule.py", "sections.py",
+    "training.py", "workers.py",
 )  # fmt: skip
 CONFIGURATION = {*(PACKAGE / "config" / name for name in CONFIGURED), *(PACKAGE / "trainers/convert").glob("*.py")}
 """Files that mention names as defaults and presets, or as translations of other frameworks' names."""

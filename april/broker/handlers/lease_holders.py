@@ -91,7 +91,7 @@ def task_of(context: BrokerContext, group: Group) -> wire.Task:
         top_p=drawn.top_p,
         top_k=drawn.top_k,
         min_p=0.0 if group.evaluation else sampling.min_p,
-        row_prompt=row_prompt(row, reward),
+        row_prompt=row_prompt(row, context.config.reward.asked(reward)),
         teacher="" if group.evaluation else context.prompts.teacher_of(group.epoch, group.row),
         images=list(group.images),
     )

@@ -36,11 +36,12 @@ ADVANTAGES = Registry(
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
     }
     | {"gae": "april.learner.losses.gae:gae", "opob": "april.learner.losses.advantages:opob"}
+    | {"gdpo": "april.learner.losses.gdpo:gdpo"}
     | {"no_reward": "april.learner.losses.distillation:no_reward"},
 )
 """Advantage estimators. By default they take the rewards, group by group (`advantages`); an estimator with the
 attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms` also the gradient norm of each response
-(`opob`)."""
+(`opob`), one with `needs_parts` the parts of the reward (`gdpo`)."""
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.advantages:root_ess"})
 """Functions (metrics of an optimizer step) -> factor on the learning rate of that step."""
 DISTILLATIONS = Registry(
@@ -48,7 +49,7 @@ DISTILLATIONS = Registry(
 )
 """Advantages of tokens from a teacher's log-probabilities."""
 
-ATTRIBUTES = ("clip_of_batch", "needs_norms", "needs_values", "over_the_batch")
+ATTRIBUTES = ("clip_of_batch", "needs_norms", "needs_parts", "needs_values", "over_the_batch")
 """Attributes by which a part says what it takes; of a callable object they may be its class's."""
 
 
@@ -101,7 +102,8 @@ def advantage_fault(result: Any, arguments: Sequence[Any]) -> str:
         return column_fault(result, rewards)
     if not isinstance(result, list | tuple) or len(result) != len(rewards):
         return f"{describe(result)}, and has to return a list of {len(rewards)} tensors, one for each group"
-    return next(filter(None, map(column_fault, result, rewards)), "")
+    responses = (group if group.dim() == 1 else group[:, 0] for group in rewards)
+    return next(filter(None, map(column_fault, result, responses)), "")
 
 
 def scale_fault(result: Any, arguments: Sequence[Any]) -> str:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from april.learner.batch import TrainingBatch, TrainSample, group_forks
+from april.learner.credit import row_advantages
 from april.learner.losses import ADVANTAGES
-from april.learner.objective import row_advantages
 from april.trainers.rollouts.prompts import decode_extra
 
 NO_VERSION = -1

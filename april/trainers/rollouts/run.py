@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from april import config as configuration
 from april.config import Config
-from april.config.checks import needs_norms, needs_values
+from april.config.checks import needs_norms, needs_parts, needs_values
 from april.config.hub import Fetcher
 from april.learner.batch import TrainingBatch
 from april.learner.loop import broadcast_integers
@@ -351,6 +351,7 @@ def check_needs_no_critic(config: Config) -> None:
     for needs, why in (
         (needs_values, "asks for a critic, and a trainer of yours has its own, if any"),
         (needs_norms, "asks for the gradient of each response, which April's learner alone has"),
+        (needs_parts, "is made of the parts of the reward, which April's learner alone weighs"),
     ):
         if needs(config.algorithm, imported=True):
             fix = "leave it out, and take the rewards of a batch"

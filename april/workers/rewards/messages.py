@@ -9,6 +9,15 @@ OVER_LIMIT = "over_limit"
 """Name of the detail that marks a response which its verifier could not decide within its limits."""
 
 
+class RewardPart(msgspec.Struct, frozen=True):
+    """The keys of a [reward.part.NAME]."""
+
+    verifier: str = ""
+    weight: float = 1.0
+    gate: str = ""
+    gate_above: float = 0.0
+
+
 class RewardRules(msgspec.Struct, frozen=True):
     """Settings shared by all items of a run; mostly keys of [reward]."""
 
@@ -32,6 +41,9 @@ class RewardRules(msgspec.Struct, frozen=True):
     """Outcome of a response that its verifier cannot decide within its limits: "failed" (no reward) or "wrong"."""
     has_sessions: bool = False
     """Whether responses are sessions of agents, which have no token scores."""
+    name: str = ""
+    """The run's verifier, whose responses have a reward of `parts`."""
+    parts: dict[str, RewardPart] = {}
     traced: bool = False
     """Whether error texts contain the whole traceback."""
 

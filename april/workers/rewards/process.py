@@ -30,9 +30,18 @@ from april.util.pool import (
     write_frame,
 )
 from april.util.resources import limit_memory
-from april.wire.limits import MAX_REWARD, MAX_REWARD_DETAILS, MAX_TOKEN_SCORES, is_reward, too_many_details
+from april.wire.limits import (
+    MAX_REWARD,
+    MAX_REWARD_DETAILS,
+    MAX_TOKEN_SCORES,
+    OWN_REWARD,
+    PENALTIES,
+    is_reward,
+    too_many_details,
+)
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score, Undecided
+from april.workers.rewards.parts import asked_verifiers, combined, joined, parts_of
 from april.workers.rewards.verifiers import find_verifier, in_batches, right_response
 
 # --- reward shaping ---------------------------------------------------------------------------------------------------
@@ -40,12 +49,14 @@ from april.workers.rewards.verifiers import find_verifier, in_batches, right_res
 
 def shape(reward: float, details: dict[str, float], item: Item, rules: RewardRules) -> tuple[float, dict[str, float]]:
     """The shaped reward and its details; if a penalty is configured, they include `base`, the verifier's own reward."""
-    penalties = {}
+    penalties = dict[str, float]()
     if rules.overlong_buffer_tokens:
         penalties["overlong"] = overlong(item.tokens, rules)
     if rules.format_pattern:
         matches = re.search(rules.format_pattern, item.response, re.DOTALL) is not None
         penalties["format"] = 0.0 if matches else -rules.format_penalty
+    if parts := parts_of(item.verifier, rules):
+        return combined(reward, details, penalties, parts)
     if not penalties:
         return reward, details
     return reward + sum(penalties.values()), {**details, "base": reward, **penalties}
@@ -162,16 +173,19 @@ class ItemReader:
 
 
 def verify(items: list[Item], rules: RewardRules, timeouts: int = 0) -> list[Score]:
-    """Scores of items of one verifier; after `timeouts` exceeded time limits, the score of an undecided response.
+    """Scores of items of one verifier, by it and those of the reward's parts; after `timeouts` exceeded time limits,
+    the score of an undecided response.
 
     Raises MemoryError.
     """
-    name = items[0].verifier
+    own = name = items[0].verifier
     try:
         if timeouts:
             return [undecided(item, rules, f"no answer within {rules.timeout_s:g} s", timeouts) for item in items]
-        scores = find_verifier(name)(items, rules)
-        return [validated(score, item, rules) for score, item in zip(scores, items, strict=True)]
+        columns = {}
+        for part, name in asked_verifiers(own, rules).items():
+            columns[part] = find_verifier(name)(items, rules)
+        return [validated(score, item, rules) for score, item in zip(joined(columns, items), items, strict=True)]
     except MemoryError:
         raise
     except Undecided as error:
@@ -193,17 +207,21 @@ def print_traceback_once(name: str, error: Exception) -> None:
 
 
 def undecided(item: Item, rules: RewardRules, why: str, timeouts: int = 0) -> Score:
-    """Score of a response that its verifier cannot decide within its limits: the verifier's attribute `wrong`, or 0.
+    """Score of a response that its verifier cannot decide within its limits: the verifier's attribute `wrong`, or 0,
+    and that of each part's verifier as the part.
 
     It is an error instead if `reward.over_limit` is "failed", or if `wrong` is None, as for a remote reward model,
     where the limit says nothing about the response. After two timeouts the format search may be the cause: it is
     skipped, and the format counts as missing.
     """
-    wrong = getattr(VERIFIERS.find(item.verifier), "wrong", 0.0)
-    if rules.over_limit == "failed" or wrong is None:
+    asked = {"": item.verifier} | asked_verifiers(item.verifier, rules)
+    wrong = {part: getattr(VERIFIERS.find(name), "wrong", 0.0) for part, name in asked.items()}
+    if rules.over_limit == "failed" or None in wrong.values():
         return Score(item.key, None, f"verifier {item.verifier!r}: {why}"[:ERROR_CHARACTERS])
     searched = item if timeouts < 2 else msgspec.structs.replace(item, response="")
-    return validated(Score(item.key, wrong, None, {OVER_LIMIT: 1.0}), searched, rules)
+    parts = dict.fromkeys(parts_of(item.verifier, rules).keys() - {OWN_REWARD, *PENALTIES}, 0.0)
+    reward = wrong.pop("")
+    return validated(Score(item.key, reward, None, {OVER_LIMIT: 1.0} | parts | wrong), searched, rules)
 
 
 def group_answer(group: GroupItem, scores: list[Score]) -> Score | GroupScore:

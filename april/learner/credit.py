@@ -1,0 +1,53 @@
+"""Advantages that are known before a batch's training step: from the numbers of its samples, one for each row."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from april.learner.batch import SampleForks
+from april.learner.losses.advantages import advantages
+
+
+def sampled_token_count(forks: SampleForks) -> int:
+    """Number of tokens that the policy sampled in all forks of a sample."""
+    return sum(row.sampled_tokens for row in forks)
+
+
+def sample_rewards(groups: list[list[SampleForks]]) -> list[Tensor]:
+    """Rewards of each group's samples, float64; one reward per sample, shared by all its forks."""
+    return [torch.tensor([rows[0].reward for rows in group], dtype=torch.float64) for group in groups]
+
+
+def part_values(groups: list[list[SampleForks]], parts: Sequence[str]) -> list[Tensor]:
+    """Values of each group's samples, float64 [n, P + 1]: of the P parts of the reward, then the reward itself where a
+    sample of the group lacks a part, as one that another verifier has scored; 0 for what does not count."""
+
+    def values(rows: SampleForks, are_known: bool) -> list[float]:
+        details = rows[0].details
+        return [*(details[name] for name in parts), 0.0] if are_known else [*(0.0 for _ in parts), rows[0].reward]
+
+    found = []
+    for group in groups:
+        are_known = all(name in rows[0].details for rows in group for name in parts)
+        table = torch.tensor([values(rows, are_known) for rows in group], dtype=torch.float64)
+        found.append(table.reshape(len(group), len(parts) + 1))
+    return found
+
+
+def row_advantages(
+    estimator: Callable[..., list[Tensor]], groups: list[list[SampleForks]], values: list[Tensor] | None = None
+) -> np.ndarray:
+    """Advantages, float64, one per row; all forks of a sample have the advantage of the sample in its group. `values`:
+    what the estimator compares in each group; None: the rewards."""
+    lengths = [torch.tensor(list(map(sampled_token_count, group)), dtype=torch.float64) for group in groups]
+    compared = sample_rewards(groups) if values is None else values
+    group_advantages = advantages(estimator, compared, lengths)
+    rows = [torch.tensor(list(map(len, group)), dtype=torch.int64) for group in groups]
+    return np.concatenate(
+        [
+            np.zeros(0),
+            *(found.repeat_interleave(each).numpy() for found, each in zip(group_advantages, rows, strict=True)),
+        ]
+    )

@@ -1,0 +1,71 @@
+"""A reward of several parts, `[reward.part.NAME]`: which verifiers a response is scored by, and how their numbers make
+its reward.
+
+A part is the reward of a verifier of its own, a detail that the run's verifier gives, that verifier's reward, or a
+penalty. Its value is a detail of the score under its name, 0 where another part gates it.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+
+from msgspec.structs import replace
+
+from april.wire.limits import OWN_REWARD, PENALTIES
+from april.workers.rewards.messages import Item, RewardPart, RewardRules, Score
+
+Details = Mapping[str, float]
+
+
+def parts_of(verifier: str, rules: RewardRules) -> dict[str, RewardPart]:
+    """The parts of a response's reward; none for one that is scored by another verifier than the run's."""
+    return rules.parts if verifier == rules.name else {}
+
+
+def asked_verifiers(verifier: str, rules: RewardRules) -> dict[str, str]:
+    """The verifiers to be called for a response, by the part that each gives: "" for the response's own verifier, which
+    is left out if no part is taken from it."""
+    parts = parts_of(verifier, rules)
+    is_asked = not parts or any(not part.verifier and name not in PENALTIES for name, part in parts.items())
+    own = {"": verifier} if is_asked else {}
+    return own | {name: part.verifier for name, part in parts.items() if part.verifier}
+
+
+def joined(columns: Mapping[str, Sequence[Score]], items: Sequence[Item]) -> list[Score]:
+    """One score for each item, from the scores that each of `asked_verifiers` gave: of the response's own verifier,
+    with the parts as details. Where one is an error, so is the score."""
+    own = columns.get("") or [Score(item.key, 0.0) for item in items]
+    given = {name: scores for name, scores in columns.items() if name}
+    return [
+        reduce(with_part, ((name, scores[index]) for name, scores in given.items()), score)
+        for index, score in enumerate(own)
+    ]
+
+
+def with_part(score: Score, part: tuple[str, Score]) -> Score:
+    """A score with the reward of a part's verifier as a detail; details of the same name stay as they were."""
+    name, given = part
+    if score.reward is None or given.reward is None:
+        return given if given.reward is None else score
+    details = {**given.details, **score.details, name: given.reward}
+    return replace(score, details=details, token_scores={**given.token_scores, **score.token_scores})
+
+
+def combined(
+    reward: float, details: Details, penalties: Details, parts: Mapping[str, RewardPart]
+) -> tuple[float, dict[str, float]]:
+    """The reward of a response, and its details with the value of each part.
+
+    `reward` and `details` are those of its verifiers. A penalty that is no part is added to the weighted sum; the
+    detail `base` is the reward without penalties. Raises LookupError for a part that no verifier gave.
+    """
+    given = dict.fromkeys(PENALTIES, 0.0) | {OWN_REWARD: reward} | dict(details) | dict(penalties)
+    if missing := next((name for name in parts if name not in given), None):
+        raise LookupError(f"gave no detail {missing!r}, which is a part of the reward")
+    values = {
+        name: float(given[name]) if not part.gate or given[part.gate] > part.gate_above else 0.0
+        for name, part in parts.items()
+    }
+    base = sum(part.weight * values[name] for name, part in parts.items() if name not in PENALTIES)
+    lost = sum(parts[name].weight * values[name] if name in parts else value for name, value in penalties.items())
+    shown = {**details, **penalties, **values}
+    return base + lost, shown | ({"base": base} if penalties else {})
