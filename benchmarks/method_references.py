@@ -1,24 +1,29 @@
 """How far the methods are from their definitions, on random numbers in float64: one gap for each case."""
 
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from april.config import Config
+from april.learner.batch import TrainSample
 from april.learner.losses.columns import MAX_LOG_RATIO, Spans
 from april.learner.losses.distillation import reverse_kl
 from april.learner.losses.gdpo import gdpo
+from april.learner.losses.pass_at_k import pass_at_k
+from april.learner.turns import turn_returns
+from april.wire.message import Version
 
 DISCOUNTS = (0.0, 0.5, 1.0)
-GROUPS, SAMPLES, PARTS = 12, 8, 3
+GROUPS, SAMPLES, PARTS, TURNS = 12, 8, 3, 9
 Generator = np.random.Generator
 
 
 def gaps(rng: Generator) -> Iterator[float]:
     """Largest absolute difference of each case."""
-    for of_method in (distillation_gaps, gdpo_gaps):
+    for of_method in (distillation_gaps, gdpo_gaps, pass_at_k_gaps, turn_gaps):
         yield from of_method(rng)
 
 
@@ -44,6 +49,30 @@ def gdpo_gaps(rng: Generator) -> Iterator[float]:
     expected = (summed - summed.mean()) / summed.std(ddof=1)
     found = gdpo(list(torch.from_numpy(values)), [], torch.from_numpy(weights))
     yield float(np.abs(torch.stack(found).numpy() - expected).max())
+
+
+def pass_at_k_gaps(rng: Generator) -> Iterator[float]:
+    for k in (1, 2, 4):
+        right = rng.random(SAMPLES) < 0.4
+        sets = list(combinations(range(SAMPLES), k))
+        best = np.array([right[list(chosen)].any() for chosen in sets], float)
+        normalised = (best - best.mean()) / (best.std() or 1.0)
+        expected = [normalised[[i in chosen for chosen in sets]].mean() for i in range(SAMPLES)]
+        [found] = pass_at_k([torch.from_numpy(right.astype(float))], [], pass_k=k)
+        yield float(np.abs(found.numpy() - expected).max())
+
+
+def turn_gaps(rng: Generator) -> Iterator[float]:
+    for discount in DISCOUNTS[1:]:
+        given, outcome = rng.normal(size=TURNS), float(rng.normal())
+        column = np.repeat(given, 2).astype(np.float32)
+        segments = tuple((2 * turn, 2 * turn + 1, Version(0, 0)) for turn in range(TURNS))
+        tokens = np.zeros(1 + 2 * TURNS, np.int32)
+        response = TrainSample(tokens, 1, column, outcome, segments, token_scores={"step": column})
+        gained = column[::2].astype(float)
+        gained[-1] += outcome
+        expected = [sum(discount ** (s - t) * gained[s] for s in range(t, TURNS)) for t in range(TURNS)]
+        yield float(np.abs(turn_returns(response, "step", discount) - expected).max())
 
 
 def configured(**algorithm: object) -> Config:

@@ -135,7 +135,7 @@ def brief(tokens):
 
 
 def apart(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Row]:
-    """Accuracy on held-out prompts after a few steps on two rewards of different scale: of GDPO over that of the sum."""
+    """Accuracy on held-out prompts after a few steps on two rewards of different scale: of GDPO over the sum."""
     (folder / "brief_reward.py").write_text(BRIEF)
     parts = {"correct": {}, "brief": {"verifier": "brief_reward:brief"}}
     accuracies: dict[str, list[float]] = {"gdpo": [], "sum": []}

@@ -3,14 +3,15 @@
 from collections.abc import Collection
 
 from april.config.addresses import check_addresses, check_checkpoint_store, check_listening
+from april.config.advantages import check_advantage, check_critic
 from april.config.broker import BrokerSection
 from april.config.data import DataSection, check_evaluation, check_set_paths
-from april.config.rewards import check_apart, check_reward
+from april.config.rewards import check_reward
 from april.config.schedule import ScheduleSection
 from april.config.sections import Config
 from april.config.sharing import check_memory_division, check_sharing, check_time_sharing
 from april.config.teachers import check_teachers
-from april.config.training import AlgorithmSection, CriticSection, check_lora
+from april.config.training import AlgorithmSection, check_lora
 from april.config.workers import EnvironmentSection
 from april.util.errors import refuse, toml_like
 from april.util.registry import REGISTRIES, registry_of
@@ -39,6 +40,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_evaluation(config.evaluation, config.evaluation_sets)
     check_algorithm(config.algorithm, imported=False)
     check_critic(config)
+    check_advantage(config)
     check_lora(config.lora, config.learner.master_weights)
     check_checkpoint_store(config.learner.checkpoint_store)
     check_sharing(config)
@@ -49,7 +51,6 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_addresses(config)
     check_leases(config.broker)
     check_reward(config.reward, config.sampling.max_response_tokens)
-    check_parts_needed(config)
     check_environment(config.environment)
     check_agent(config)
     check_teachers(config)
@@ -209,77 +210,6 @@ def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
                 f"is not below algorithm.{band}_high = {high}, so every token would be masked",
                 "lower it",
             )
-
-
-def needs_values(algorithm: AlgorithmSection, imported: bool) -> bool | None:
-    """Whether the advantage estimator needs a critic's values; None (unknown) for a user-defined one unless
-    `imported`."""
-    return advantage_flag("needs_values", algorithm, imported)
-
-
-def needs_norms(algorithm: AlgorithmSection, imported: bool) -> bool | None:
-    """Whether the advantage estimator needs the norm of each response's gradient; None (unknown) for a user-defined one
-    unless `imported`."""
-    return advantage_flag("needs_norms", algorithm, imported)
-
-
-def needs_parts(algorithm: AlgorithmSection, imported: bool) -> bool | None:
-    """Whether the advantage estimator takes the parts of the reward apart; None (unknown) for a user-defined one unless
-    `imported`."""
-    return advantage_flag("needs_parts", algorithm, imported)
-
-
-def advantage_flag(name: str, algorithm: AlgorithmSection, imported: bool) -> bool | None:
-    registry = registry_of("algorithm.advantage")
-    if not imported and algorithm.advantage not in registry.shipped:
-        return None
-    return bool(getattr(registry.find(algorithm.advantage), name, False))
-
-
-def check_critic(config: Config, imported: bool = False) -> None:
-    """Refuse keys of `[critic]` without a critic, and keys that do not fit with one."""
-    n, critic, algorithm = config.schedule.n_samples_per_prompt, config.critic, config.algorithm
-    wanted = needs_values(algorithm, imported)
-    if wanted is False:
-        given = [key for key, value in critic if value != CriticSection.model_fields[key].default]
-        if given:
-            with_critic = registry_of("algorithm.advantage").names_where(
-                lambda part: getattr(part, "needs_values", False)
-            )
-            refuse(
-                f"critic.{given[0]}",
-                getattr(critic, given[0]),
-                f"is of a critic, which algorithm.advantage = {algorithm.advantage!r} does not ask for",
-                f"set algorithm.advantage = {with_critic}, or leave it out",
-            )
-        if n < 2:
-            refuse(
-                "schedule.n_samples_per_prompt",
-                n,
-                "gives group-relative advantages nothing to compare",
-                "use 2 or more",
-            )
-        return
-    if critic.kl_coef and algorithm.kl_coef:
-        refuse(
-            "critic.kl_coef",
-            critic.kl_coef,
-            f"takes from the reward what algorithm.kl_coef = {algorithm.kl_coef} adds to the loss already",
-            "set one of them to 0",
-        )
-    if critic.warmup_batches >= config.schedule.max_steps:
-        refuse(
-            "critic.warmup_batches",
-            critic.warmup_batches,
-            f"leaves none of schedule.max_steps = {config.schedule.max_steps} to the policy",
-            "lower it",
-        )
-
-
-def check_parts_needed(config: Config, imported: bool = False) -> None:
-    """Refuse an advantage of the parts of the reward where they are missing."""
-    if needs_parts(config.algorithm, imported):
-        check_apart(config.reward, config.algorithm.advantage)
 
 
 def check_leases(broker: BrokerSection) -> None:

@@ -21,10 +21,42 @@ class AlgorithmSection(Section):
     )
     advantage: str = Field(
         "grpo",
-        description="Advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, gdpo (the parts of "
-        "the reward, each apart), opob (VCPO's baseline, with a backward pass for each response), gae (with a critic, "
-        "a second model of the policy's size), no_reward (0, for distillation alone), or yours as "
-        "package.module:function.",
+        description="Advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, pass_at_k "
+        "(sets of pass_k responses), gdpo (the parts of the reward, each apart), opob (VCPO's baseline, with a "
+        "backward pass for each response), gae (with a critic, a second model of the policy's size), no_reward (0, for "
+        "distillation alone), or yours as package.module:function.",
+    )
+    pass_k: int = Field(
+        4,
+        ge=1,
+        description="Advantage pass_at_k: responses of a set, which is right if one of them is. A high value rewards "
+        "prompts that are seldom solved more, and those that are often solved less.",
+    )
+    length_penalty: str = Field(
+        "",
+        description="What is added to rewards for the length of a response among those of its group, before their "
+        "advantages are made: kimi (by its place between the shortest and the longest), alp (by its tokens, more where "
+        "the prompt is easy), or yours as package.module:function. Empty: none. The soft overlong penalty is "
+        "reward.overlong_penalty.",
+    )
+    length_coef: float = Field(
+        0.1,
+        gt=0,
+        description="Factor on algorithm.length_penalty; with alp a cost for each token, such as 1e-4. A high value "
+        "makes short wrong responses better than long right ones.",
+    )
+    turn_reward: str = Field(
+        "",
+        description="Token score of a verifier whose value at the last token of a turn is the turn's reward. A turn is "
+        "then credited with it, with those of later turns, and with the reward of the response. Empty: every token has "
+        "the credit of its response.",
+    )
+    turn_discount: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Factor per turn with which later turns, and the reward of the response, count for a turn. A low "
+        "value credits a turn for itself alone.",
     )
     loss: str = Field(
         "ppo",

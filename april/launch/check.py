@@ -29,14 +29,12 @@ from april.broker.prompts import PromptBook, open_prompts
 from april.broker.schedules import SCHEDULES
 from april.broker.telemetry.sinks import check_sinks
 from april.config import Config, ConfigError, ScheduleSection, SourceSection
+from april.config.advantages import check_advantage, check_critic, needs_values
 from april.config.checks import (
     check_algorithm,
-    check_critic,
     check_engine,
     check_model,
-    check_parts_needed,
     check_schedule,
-    needs_values,
 )
 from april.config.loading import validate
 from april.config.sharing import check_time_sharing
@@ -48,7 +46,7 @@ from april.launch import TARGETS
 from april.launch.devices import check_nodes, numa_nodes, place_parts
 from april.launch.memory import adapter_parameters, has_tensors, plan_memory
 from april.learner.backends import BACKENDS
-from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, LOSSES, STEP_SCALES
+from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, LENGTH_PENALTIES, LOSSES, STEP_SCALES
 from april.learner.optimizers import OPTIMIZERS, check_installed
 from april.util.errors import NotTried, refuse
 from april.util.files import has_weights, weight_files
@@ -236,16 +234,16 @@ def check_learner_parts(config: Config) -> bool:
     check_installed(config.learner, config.lora)
     algorithm = config.algorithm
     named = {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage), (OPTIMIZERS, config.learner.optimizer)}
-    named |= {(CORRECTIONS, name) for name in algorithm.corrections}
-    named |= {(STEP_SCALES, algorithm.step_scale)} if algorithm.step_scale else set()
-    named |= {(DISTILLATIONS, algorithm.distillation)} if algorithm.distillation else set()
+    named |= {(STEP_SCALES, algorithm.step_scale), (DISTILLATIONS, algorithm.distillation)}
+    named |= {(CORRECTIONS, name) for name in algorithm.corrections} | {(LENGTH_PENALTIES, algorithm.length_penalty)}
+    named = {(registry, name) for registry, name in named if name}
     own = any(name not in registry.shipped for registry, name in named)
     if own:
         check_algorithm(algorithm)
         for registry, name in named:
             registry.find(name)
         check_critic(config, imported=True)
-        check_parts_needed(config, imported=True)
+        check_advantage(config, imported=True)
     return own
 
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from april.broker.filters.filters import zero_spread
 from april.broker.plan import advice, describe_plan
 from april.config import Config, ConfigError, SourceSection
+from april.config.advantages import needs_values
 from april.config.broker import IPC
-from april.config.checks import check_model, needs_values
+from april.config.checks import check_model
 from april.data.dataset import verifier_of
 from april.launch.check import LABEL_WIDTH
 from april.launch.devices import (

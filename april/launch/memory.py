@@ -10,7 +10,7 @@ from typing import Any
 
 from april.broker.header import StoredTensor, tensors_of
 from april.config import Config
-from april.config.checks import needs_values
+from april.config.advantages import needs_values
 from april.config.training import check_base, layers_to_adapt
 from april.launch.devices import memory_here
 from april.learner.optimizers import state_bytes

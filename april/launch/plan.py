@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from april.config import Config, ConfigError
-from april.config.checks import check, needs_values
+from april.config.advantages import needs_values
+from april.config.checks import check
 from april.config.training import LoraSection
 from april.launch.memory import (
     BLOCK_LOGITS,

@@ -252,8 +252,9 @@ class Rehearsal:
         tokens = tokenizer.encode_prompt(response)
         expressed = tokenizer.decode(tokens, keep_special=True) == response
         text = response_text(self.config, tokenizer, name, tokens) if expressed else response
+        turns = 0 if name.startswith(GROUP_REWARD) else 1
         raw_prompt = row_prompt(row.dataset_row, self.config.reward.asked(name))
-        item = Item(index, name, text, label, "stop", prompt, len(tokens), state, row_prompt=raw_prompt)
+        item = Item(index, name, text, label, "stop", prompt, len(tokens), state, row_prompt=raw_prompt, turns=turns)
         if name.startswith(GROUP_REWARD):
             self.verifiers.submit_group(index, name, [item] * self.config.schedule.n_samples_per_prompt)
         else:

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from april.config.training import AlgorithmSection
 from april.learner.batch import SampleForks
+from april.learner.losses import LENGTH_PENALTIES, find_checked
 from april.learner.losses.advantages import advantages
 
 
@@ -18,6 +20,20 @@ def sampled_token_count(forks: SampleForks) -> int:
 def sample_rewards(groups: list[list[SampleForks]]) -> list[Tensor]:
     """Rewards of each group's samples, float64; one reward per sample, shared by all its forks."""
     return [torch.tensor([rows[0].reward for rows in group], dtype=torch.float64) for group in groups]
+
+
+def sample_lengths(groups: list[list[SampleForks]]) -> list[Tensor]:
+    """Tokens that the policy sampled in each group's samples, float64."""
+    return [torch.tensor(list(map(sampled_token_count, group)), dtype=torch.float64) for group in groups]
+
+
+def compared_rewards(groups: list[list[SampleForks]], section: AlgorithmSection) -> list[Tensor]:
+    """Rewards of each group's samples with the length penalty of `section`, float64."""
+    rewards = sample_rewards(groups)
+    if not section.length_penalty:
+        return rewards
+    added = find_checked(LENGTH_PENALTIES, section.length_penalty, section)(rewards, sample_lengths(groups))
+    return [reward + section.length_coef * each for reward, each in zip(rewards, added, strict=True)]
 
 
 def part_values(groups: list[list[SampleForks]], parts: Sequence[str]) -> list[Tensor]:
@@ -41,9 +57,8 @@ def row_advantages(
 ) -> np.ndarray:
     """Advantages, float64, one per row; all forks of a sample have the advantage of the sample in its group. `values`:
     what the estimator compares in each group; None: the rewards."""
-    lengths = [torch.tensor(list(map(sampled_token_count, group)), dtype=torch.float64) for group in groups]
     compared = sample_rewards(groups) if values is None else values
-    group_advantages = advantages(estimator, compared, lengths)
+    group_advantages = advantages(estimator, compared, sample_lengths(groups))
     rows = [torch.tensor(list(map(len, group)), dtype=torch.int64) for group in groups]
     return np.concatenate(
         [

@@ -103,13 +103,21 @@ class Critic:
         return [None if part is None else next(found) for part in tokens], value_metrics(values, returns, self.ranks)
 
     def advantages(self, tokens: ResponseTokens) -> Tensor:
-        """Advantages [K], not whitened. The reward comes with the last token of a response; with `critic.kl_coef` each
-        token's KL to the reference model is subtracted from it."""
+        """Advantages [K], not whitened. The reward comes with the last token of a response, that of a turn with the
+        turn's last token; with `critic.kl_coef` each token's KL to the reference model is subtracted from it.
+
+        Rewards and values times the turn's scale, and advantages over it, are those of a discount that is
+        `algorithm.turn_discount` times `critic.gamma` after the last token of a turn, for any estimator that is linear.
+        """
         scores, last = tokens.scores, tokens.spans.lengths.long().cumsum(0) - 1
         rewards = torch.zeros_like(scores["values"]).index_put_((last,), tokens.rewards)
         if self.section.kl_coef:
             rewards = rewards - self.section.kl_coef * k1(scores["initial_logprobs"], scores["reference_logprobs"])
-        return self.estimator(rewards, scores["values"], tokens.spans, self.section)
+        if "turn_rewards" not in scores:
+            return self.estimator(rewards, scores["values"], tokens.spans, self.section)
+        scale = scores["turn_scale"]
+        rewards, values = (rewards + scores["turn_rewards"]) * scale, scores["values"] * scale
+        return (self.estimator(rewards, values, tokens.spans, self.section) / scale).to(scores["values"].dtype)
 
     def backward(self, packed: MicroBatch, tokens: ResponseTokens | None) -> None:
         """Accumulate the gradients of the value loss of a micro-batch; a dummy micro-batch contributes 0 and only joins

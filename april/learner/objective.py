@@ -24,7 +24,7 @@ from torch import Tensor
 from april.config import Config
 from april.config.checks import check_algorithm
 from april.learner.batch import SampleForks, TrainingBatch, TrainSample, group_forks
-from april.learner.credit import part_values, row_advantages, sample_rewards, sampled_token_count
+from april.learner.credit import compared_rewards, part_values, row_advantages, sample_rewards, sampled_token_count
 from april.learner.diagnostics import StepTotals, is_repetitive
 from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, LOSSES, STEP_SCALES, find_checked
 from april.learner.losses.advantages import ROUNDING, has_spread, token_weights
@@ -34,6 +34,7 @@ from april.learner.losses.kl import KL_ESTIMATORS, k1, k2, k3
 from april.learner.losses.policy import Clip
 from april.learner.losses.ranks import Ranks
 from april.learner.packing import MicroBatch, minibatches
+from april.learner.turns import mean_advantages, turn_advantages, turn_columns, turn_metrics
 
 # --- objective --------------------------------------------------------------------------------------------------------
 
@@ -64,6 +65,8 @@ class Prepared:
     sample's rows (one row per fork)."""
     metrics: dict[str, float]
     """Metrics of the delivered batch: reward, tokens, groups, and the share of tokens by policy version."""
+    token_advantages: list[np.ndarray] | None = None
+    """Advantages of the sampled tokens of each of the N rows, float64 [K]; None: those of `advantages`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +88,7 @@ class ResponseTokens:
     """Log-probability of each token under its sample's teacher, NaN without one; float32 [K]. None without
     distillation."""
     scores: Mapping[str, Tensor] = field(default_factory=dict)
-    """Columns float32 [K] that the scoring passes have computed, by name."""
+    """Columns [K] by name: those that the scoring passes have computed, float32, and with a critic those of turns."""
 
     @classmethod
     def concatenated(cls, parts: Sequence["ResponseTokens"], device: torch.device) -> "ResponseTokens":
@@ -213,14 +216,16 @@ class Objective:
         """Advantages, token weights, minibatches and metrics of a batch; a pure function of batch and configuration."""
         groups = [group_forks(group) for group in batch.groups]
         rewards, samples = sample_rewards(groups), batch.samples
-        batch_advantages = self.initial_advantages(groups)
+        by_token = self.turn_advantages(batch.groups)
+        batch_advantages = self.initial_advantages(groups) if by_token is None else mean_advantages(by_token)
         sample_tokens = np.array(
             [length for group in groups for rows in group for length in [sampled_token_count(rows)] * len(rows)]
         )
         batch_indices = [
             index
             for index, sample in enumerate(samples)
-            if sample.sampled_tokens and (batch_advantages[index] or self.trains_every_sample)
+            if sample.sampled_tokens
+            and (self.trains_every_sample or (batch_advantages if by_token is None else by_token)[index].any())
         ]
         trained = [samples[index] for index in batch_indices]
         group_of = [number for number, group in enumerate(batch.groups) for _ in group]
@@ -244,6 +249,7 @@ class Objective:
             list(filter(None, group)) for group, found in zip(kept, rewards, strict=True) if has_spread(found)
         ]
         metrics = {
+            **turn_metrics(samples, self.section.turn_reward),
             "reward": float(np.mean([rows[0].reward for rows in all_samples])) if all_samples else 0.0,
             "samples": float(len(all_samples)),
             "tokens": float(sum(tokens)),
@@ -263,7 +269,16 @@ class Objective:
             batch_advantages,
             spread_groups,
             metrics,
+            by_token and [by_token[index] for index in batch_indices],
         )
+
+    def turn_advantages(self, groups: list[list[TrainSample]]) -> list[np.ndarray] | None:
+        """Advantages of the sampled tokens of each row, float64 [K], by turns; None where rows have one advantage, or a
+        critic gives them."""
+        section = self.section
+        if not section.turn_reward or self.needs_values:
+            return None
+        return turn_advantages(self.estimator, groups, section.turn_reward, section.turn_discount)
 
     def initial_advantages(self, groups: list[list[SampleForks]]) -> np.ndarray:
         """Advantages known before the step: float64, one per row. With a critic all 0; with `needs_norms` 1 for rows of
@@ -278,7 +293,7 @@ class Objective:
             weights = torch.tensor([*self.parts.values(), 1.0], dtype=torch.float64)
             values = part_values(groups, list(self.parts))
             return row_advantages(lambda *of_groups: self.estimator(*of_groups, weights), groups, values)
-        return row_advantages(self.estimator, groups)
+        return row_advantages(self.estimator, groups, compared_rewards(groups, self.section))
 
     def set_norm_advantages(self, prepared: Prepared, log_ratios: Tensor, squares: Tensor) -> None:
         """Store in `prepared` the advantages computed from log(pi / mu) and squared gradient norm of each of the S
@@ -298,6 +313,14 @@ class Objective:
         order."""
         samples = [prepared.samples[i] for i in indices]
         lengths = np.array([sample.sampled_tokens for sample in samples])
+        advantages = (
+            np.repeat(prepared.advantages[indices], lengths)
+            if prepared.token_advantages is None
+            else np.concatenate([prepared.token_advantages[i] for i in indices])
+        )
+        of_turns = {}
+        if self.section.turn_reward and self.needs_values:
+            of_turns = turn_columns(samples, self.section.turn_reward, self.section.turn_discount)
 
         def column(values: np.ndarray, dtype: type) -> Tensor:
             return torch.from_numpy(np.asarray(values, dtype)).to(device)
@@ -306,7 +329,7 @@ class Objective:
             behaviour_logprobs=column(
                 np.concatenate([sample.logprobs[sample.sampled_positions] for sample in samples]), np.float32
             ),
-            advantages=column(np.repeat(prepared.advantages[indices], lengths), np.float32),
+            advantages=column(advantages, np.float32),
             weights=column(np.repeat(prepared.weights[indices], lengths), np.float32),
             ages=column(np.concatenate([token_ages(sample, prepared.step) for sample in samples]), np.int64),
             spans=Spans(column(np.repeat(np.arange(len(samples)), lengths), np.int64), column(lengths, np.float32)),
@@ -314,6 +337,7 @@ class Objective:
             teacher_logprobs=column(np.concatenate(list(map(self.teacher_logprobs, samples))), np.float32)
             if self.distillation
             else None,
+            scores={name: column(values, np.float64) for name, values in of_turns.items()},
         )
 
     def teacher_logprobs(self, sample: TrainSample) -> np.ndarray:

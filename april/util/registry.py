@@ -33,6 +33,7 @@ REGISTRIES = {
     "algorithm.loss": "april.learner.losses:LOSSES",
     "algorithm.corrections": "april.learner.losses:CORRECTIONS",
     "algorithm.advantage": "april.learner.losses:ADVANTAGES",
+    "algorithm.length_penalty": "april.learner.losses:LENGTH_PENALTIES",
     "algorithm.step_scale": "april.learner.losses:STEP_SCALES",
     "algorithm.distillation": "april.learner.losses:DISTILLATIONS",
     "reward.name": "april.workers.rewards:VERIFIERS",

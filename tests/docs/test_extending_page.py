@@ -265,6 +265,7 @@ PARTS = {
     "algorithm.loss": "my_loss:loss",
     "algorithm.corrections": '["my_correction:correction"]',
     "algorithm.advantage": "my_advantage:advantage",
+    "algorithm.length_penalty": "my_length_penalty:length_penalty",
     "algorithm.step_scale": "my_step_scale:step_scale",
     "data.reward": "my_reward:reward",
     "environment.name": "my_environment:environment",

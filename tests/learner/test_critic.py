@@ -10,7 +10,7 @@ import torch
 
 from april import config as configuration
 from april.config import ConfigError
-from april.config.checks import check_critic
+from april.config.advantages import check_critic
 from april.config.training import CriticSection
 from april.learner.batch import TrainingBatch
 from april.learner.losses.columns import Spans

@@ -36,12 +36,19 @@ ADVANTAGES = Registry(
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
     }
     | {"gae": "april.learner.losses.gae:gae", "opob": "april.learner.losses.advantages:opob"}
+    | {"pass_at_k": "april.learner.losses.pass_at_k:pass_at_k"}
     | {"gdpo": "april.learner.losses.gdpo:gdpo"}
     | {"no_reward": "april.learner.losses.distillation:no_reward"},
 )
 """Advantage estimators. By default they take the rewards, group by group (`advantages`); an estimator with the
 attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms` also the gradient norm of each response
 (`opob`), one with `needs_parts` the parts of the reward (`gdpo`)."""
+LENGTH_PENALTIES = Registry(
+    "algorithm.length_penalty",
+    "length penalty",
+    {name: f"april.learner.losses.length:{name}" for name in ("kimi", "alp")},
+)
+"""What is added to rewards for the lengths of a group's responses, before their advantages are made."""
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.advantages:root_ess"})
 """Functions (metrics of an optimizer step) -> factor on the learning rate of that step."""
 DISTILLATIONS = Registry(
@@ -57,12 +64,12 @@ ATTRIBUTES = ("clip_of_batch", "needs_norms", "needs_parts", "needs_values", "ov
 
 
 def find_checked(registry: Registry, name: str, section: AlgorithmSection) -> Callable[..., Any]:
-    """The part called `name`. A user's own gets its keys from `section`, a note on its exceptions names it, and a
-    result of another kind or shape than the loss takes raises ConfigError."""
+    """The part called `name`, which gets its keyword-only parameters from `section`. A note on the exceptions of a
+    user's own names it, and a result of another kind or shape than the loss takes raises ConfigError."""
     found = registry.find(name)
-    if name in registry.shipped:
-        return found
     part = bound(found, section)
+    if name in registry.shipped:
+        return part
 
     @functools.wraps(found)
     def call(*arguments: Any) -> Any:
@@ -112,7 +119,8 @@ def scale_fault(result: Any, arguments: Sequence[Any]) -> str:
 
 FAULTS = {
     LOSSES.key: loss_fault, CORRECTIONS.key: correction_fault, ADVANTAGES.key: advantage_fault,
-    STEP_SCALES.key: scale_fault, DISTILLATIONS.key: lambda result, arguments: column_fault(result, arguments[0]),
+    LENGTH_PENALTIES.key: advantage_fault, STEP_SCALES.key: scale_fault,
+    DISTILLATIONS.key: lambda result, arguments: column_fault(result, arguments[0]),
 }  # fmt: skip
 """What is wrong with a part's result, empty if nothing is, by the key that names the part."""
 

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from april.config.training import AlgorithmSection
 from april.learner.batch import TrainingBatch, TrainSample, group_forks
-from april.learner.credit import row_advantages
-from april.learner.losses import ADVANTAGES
+from april.learner.credit import compared_rewards, row_advantages
+from april.learner.losses import ADVANTAGES, find_checked
 from april.trainers.rollouts.prompts import decode_extra
 
 NO_VERSION = -1
@@ -72,8 +73,8 @@ def gradient_counts(batch: RolloutBatch) -> dict[str, float]:
     }
 
 
-def to_tensors(batch: TrainingBatch, estimator: str) -> RolloutBatch:
-    """The batch as tensors. `estimator`: registry name of the advantage estimator."""
+def to_tensors(batch: TrainingBatch, section: AlgorithmSection) -> RolloutBatch:
+    """The batch as tensors, with advantages by the estimator that `section` names."""
     samples = batch.samples
     shape = len(samples), max((len(sample.tokens) for sample in samples), default=0)
     input_ids, attention_mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
@@ -86,6 +87,7 @@ def to_tensors(batch: TrainingBatch, estimator: str) -> RolloutBatch:
         for start, stop, version in sample.segments:
             versions[row, first + start : first + stop] = version.step
     response_mask = versions != NO_VERSION
+    groups = [group_forks(group) for group in batch.groups]
     return RolloutBatch(
         batch.step,
         batch.groups,
@@ -96,7 +98,9 @@ def to_tensors(batch: TrainingBatch, estimator: str) -> RolloutBatch:
         versions,
         torch.tensor([sample.reward for sample in samples]).float(),
         torch.from_numpy(
-            row_advantages(ADVANTAGES.find(estimator), [group_forks(group) for group in batch.groups])
+            row_advantages(
+                find_checked(ADVANTAGES, section.advantage, section), groups, compared_rewards(groups, section)
+            )
         ).float(),
         torch.tensor([number for number, group in enumerate(batch.groups) for _ in group], dtype=torch.int64),
         [number for number, _ in batch.origins],

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from april import config as configuration
 from april.config import Config
-from april.config.checks import needs_norms, needs_parts, needs_values
+from april.config.advantages import needs_norms, needs_parts, needs_values
 from april.config.hub import Fetcher
 from april.learner.batch import TrainingBatch
 from april.learner.loop import broadcast_integers
@@ -112,7 +112,7 @@ class Rollouts:
             self.submitted = self._submit([])
 
     def _to_tensors(self, batch: TrainingBatch) -> RolloutBatch:
-        return to_tensors(batch, self.config.algorithm.advantage)
+        return to_tensors(batch, self.config.algorithm)
 
     def batches(self) -> Iterator[RolloutBatch]:
         """Yield the batches until the run is over; after a restart, from the last durable checkpoint on. Collective.

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import april
 from april.config import ConfigError, load
+from april.config.training import AlgorithmSection
 from april.learner.batch import TrainingBatch
 from april.observe.report.samples import read_step
 from april.trainers.rollouts import Prompt, PromptsWanted
@@ -22,6 +23,7 @@ from tests.support.kill_broker import kill_broker
 from tests.support.recording_broker import RecordingBroker, batch_of
 from tests.support.run_processes import assert_closed
 
+GRPO = AlgorithmSection()
 WEIGHTS = {"weight": torch.ones(2)}
 
 
@@ -31,7 +33,7 @@ def config(config_file):
 
 
 def test_a_batch_has_the_version_and_log_probability_of_each_token(config):
-    batch = to_tensors(batch_of(7), "grpo")
+    batch = to_tensors(batch_of(7), GRPO)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]]
     assert batch.attention_mask.sum(1).tolist() == [5, 3]
     assert batch.response_mask.tolist() == [[False, False, True, False, True], [False, False, True, False, False]]
@@ -213,6 +215,6 @@ def test_under_torchrun_each_rank_gets_the_batch_and_sharded_weights_are_sent_wh
     assert job.wait() == 0, job.output
     seen = orjson.loads((tmp_path / "seen.json").read_bytes())
     of_first, of_second = seen["ranks"]
-    assert of_first == of_second == [[step, *to_tensors(batch_of(step), "grpo").input_ids.tolist()] for step in (0, 1)]
+    assert of_first == of_second == [[step, *to_tensors(batch_of(step), GRPO).input_ids.tolist()] for step in (0, 1)]
     assert seen["said"] == [["start", 0], ["consumed", 0], ["publish", 1], ["consumed", 1], ["publish", 2]]
     assert seen["shapes"] == {"weight": [4, 3], "bias": [4]}

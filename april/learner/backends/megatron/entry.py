@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
-from april.config.checks import needs_values
+from april.config.advantages import needs_values
 from april.learner.backends.entry import BackendEntry
 from april.learner.optimizers import DEFAULT
 from april.util.errors import refuse

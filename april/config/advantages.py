@@ -1,0 +1,116 @@
+"""What advantages are made of (values of a critic, gradient norms, parts of a reward), and keys that do not fit with
+that."""
+
+from april.config.rewards import check_apart
+from april.config.section import own_parameters
+from april.config.sections import Config
+from april.config.training import AlgorithmSection, CriticSection
+from april.util.errors import refuse
+from april.util.registry import registry_of
+
+
+def needs_values(algorithm: AlgorithmSection, imported: bool) -> bool | None:
+    """Whether the advantage estimator needs a critic's values; None (unknown) for a user-defined one unless
+    `imported`."""
+    return advantage_flag("needs_values", algorithm, imported)
+
+
+def needs_norms(algorithm: AlgorithmSection, imported: bool) -> bool | None:
+    """Whether the advantage estimator needs the norm of each response's gradient; None (unknown) for a user-defined one
+    unless `imported`."""
+    return advantage_flag("needs_norms", algorithm, imported)
+
+
+def needs_parts(algorithm: AlgorithmSection, imported: bool) -> bool | None:
+    """Whether the advantage estimator takes the parts of the reward apart; None (unknown) for a user-defined one unless
+    `imported`."""
+    return advantage_flag("needs_parts", algorithm, imported)
+
+
+def advantage_flag(name: str, algorithm: AlgorithmSection, imported: bool) -> bool | None:
+    registry = registry_of("algorithm.advantage")
+    if not imported and algorithm.advantage not in registry.shipped:
+        return None
+    return bool(getattr(registry.find(algorithm.advantage), name, False))
+
+
+def check_critic(config: Config, imported: bool = False) -> None:
+    """Refuse keys of `[critic]` without a critic, and keys that do not fit with one."""
+    n, critic, algorithm = config.schedule.n_samples_per_prompt, config.critic, config.algorithm
+    wanted = needs_values(algorithm, imported)
+    if wanted is False:
+        given = [key for key, value in critic if value != CriticSection.model_fields[key].default]
+        if given:
+            with_critic = registry_of("algorithm.advantage").names_where(
+                lambda part: getattr(part, "needs_values", False)
+            )
+            refuse(
+                f"critic.{given[0]}",
+                getattr(critic, given[0]),
+                f"is of a critic, which algorithm.advantage = {algorithm.advantage!r} does not ask for",
+                f"set algorithm.advantage = {with_critic}, or leave it out",
+            )
+        if n < 2:
+            refuse(
+                "schedule.n_samples_per_prompt",
+                n,
+                "gives group-relative advantages nothing to compare",
+                "use 2 or more",
+            )
+        return
+    if critic.kl_coef and algorithm.kl_coef:
+        refuse(
+            "critic.kl_coef",
+            critic.kl_coef,
+            f"takes from the reward what algorithm.kl_coef = {algorithm.kl_coef} adds to the loss already",
+            "set one of them to 0",
+        )
+    if critic.warmup_batches >= config.schedule.max_steps:
+        refuse(
+            "critic.warmup_batches",
+            critic.warmup_batches,
+            f"leaves none of schedule.max_steps = {config.schedule.max_steps} to the policy",
+            "lower it",
+        )
+
+
+def check_advantage(config: Config, imported: bool = False) -> None:
+    """Refuse an advantage of the parts of the reward where they are missing, a length penalty where no rewards are
+    compared, and sets of responses that no group has."""
+    algorithm, n = config.algorithm, config.schedule.n_samples_per_prompt
+    if needs_parts(algorithm, imported):
+        check_apart(config.reward, algorithm.advantage)
+    if algorithm.length_penalty and any(
+        needs(algorithm, imported) for needs in (needs_values, needs_norms, needs_parts)
+    ):
+        refuse(
+            "algorithm.length_penalty",
+            algorithm.length_penalty,
+            f"is added to rewards, which algorithm.advantage = {algorithm.advantage!r} does not compare in groups",
+            "leave it out, or use reward.overlong_buffer_tokens",
+        )
+    if algorithm.turn_reward and config.agent.is_set:
+        refuse("algorithm.turn_reward", algorithm.turn_reward, "is not given to sessions of agents", "leave it out")
+    if algorithm.turn_reward and any(needs(algorithm, imported) for needs in (needs_norms, needs_parts)):
+        refuse(
+            "algorithm.turn_reward",
+            algorithm.turn_reward,
+            f"credits turns, and algorithm.advantage = {algorithm.advantage!r} compares whole responses",
+            "leave it out, or use another advantage",
+        )
+    if algorithm.turn_reward and algorithm.length_penalty:
+        refuse(
+            "algorithm.length_penalty",
+            algorithm.length_penalty,
+            "compares whole responses, and algorithm.turn_reward credits turns",
+            "leave one out",
+        )
+    if algorithm.pass_k > n and takes_key("pass_k", algorithm, imported):
+        refuse("algorithm.pass_k", algorithm.pass_k, f"is more than schedule.n_samples_per_prompt = {n}", "lower it")
+
+
+def takes_key(key: str, algorithm: AlgorithmSection, imported: bool) -> bool:
+    """Whether the advantage estimator has a keyword-only parameter of this name."""
+    registry = registry_of("algorithm.advantage")
+    known = imported or algorithm.advantage in registry.shipped
+    return known and key in own_parameters(registry.find(algorithm.advantage))

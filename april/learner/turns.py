@@ -1,0 +1,99 @@
+"""Rewards of turns: the token score `algorithm.turn_reward` at the last token of each turn, and what a turn is credited
+with.
+
+A turn is what the policy sampled between two observations. Its return is its own reward, and those of later turns times
+`algorithm.turn_discount` for each turn between; the reward of the response comes with the last turn.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from april.learner.batch import TrainSample
+from april.learner.losses.advantages import advantages
+
+Turn = tuple[int, int]
+
+
+def turns_of(sample: TrainSample) -> list[Turn]:
+    """(start, end) of each turn among the K sampled tokens of a response; one of no token if K = 0."""
+    found: list[Turn] = []
+    count, covered = 0, -1
+    for start, end, _ in sample.segments:
+        size = end - start
+        if start == covered and found:
+            found[-1] = found[-1][0], count + size
+        elif size:
+            found.append((count, count + size))
+        count, covered = count + size, end
+    return found or [(0, 0)]
+
+
+def turn_rewards(sample: TrainSample, name: str) -> np.ndarray:
+    """Reward of each of the T turns, float64 [T]: the token score `name` at its last token, 0 without that score."""
+    turns = turns_of(sample)
+    if name not in sample.token_scores or not sample.sampled_tokens:
+        return np.zeros(len(turns))
+    scores = sample.token_scores[name][sample.sampled_positions]
+    return np.array([scores[end - 1] for _, end in turns], np.float64)
+
+
+def turn_returns(sample: TrainSample, name: str, discount: float) -> np.ndarray:
+    """Return of each of the T turns, float64 [T]: G_t = sum over s >= t of discount^(s - t) r_s, where the reward of
+    the response is part of the last turn's r."""
+    returns = turn_rewards(sample, name)
+    returns[-1] += sample.reward
+    for t in reversed(range(len(returns) - 1)):
+        returns[t] += discount * returns[t + 1]
+    return returns
+
+
+def turn_advantages(
+    estimator: Callable[..., list[Tensor]], groups: Sequence[Sequence[TrainSample]], name: str, discount: float
+) -> list[np.ndarray]:
+    """Advantage of each sampled token of each sample, float64 [K]: every turn is compared as if it were a response of
+    its group, with its return for a reward."""
+    turns = [[turns_of(sample) for sample in group] for group in groups]
+    returns = [[turn_returns(sample, name, discount) for sample in group] for group in groups]
+    joined = [torch.from_numpy(np.concatenate([np.zeros(0), *group])) for group in returns]
+    lengths = [
+        torch.tensor([end - start for of_sample in group for start, end in of_sample], dtype=torch.float64)
+        for group in turns
+    ]
+    found = []
+    for values, group in zip(advantages(estimator, joined, lengths), turns, strict=True):
+        rest = iter(values.tolist())
+        for of_sample in group:
+            sizes = [end - start for start, end in of_sample]
+            found.append(np.repeat([next(rest) for _ in of_sample], sizes))
+    return found
+
+
+def turn_columns(samples: Sequence[TrainSample], name: str, discount: float) -> dict[str, np.ndarray]:
+    """Columns float64 [K] for a critic: `turn_rewards`, the reward of a turn at its last token and 0 elsewhere, and
+    `turn_scale`, the discount to the power of the number of a token's turn, from 0."""
+    rewards, scales = [], []
+    for sample in samples:
+        turns = turns_of(sample)
+        column = np.zeros(sample.sampled_tokens)
+        if sample.sampled_tokens:
+            column[[end - 1 for _, end in turns]] = turn_rewards(sample, name)
+        rewards.append(column)
+        scales.append(np.repeat(discount ** np.arange(len(turns)), [end - start for start, end in turns]))
+    return {"turn_rewards": np.concatenate(rewards), "turn_scale": np.concatenate(scales)}
+
+
+def mean_advantages(by_token: Sequence[np.ndarray]) -> np.ndarray:
+    """Mean advantage of each row's tokens, float64; 0 for a row without."""
+    return np.array([each.mean() if len(each) else 0.0 for each in by_token])
+
+
+def turn_metrics(samples: Sequence[TrainSample], name: str) -> dict[str, float]:
+    """Mean reward of a turn, and share of the samples that have rewards of turns; empty without such."""
+    if not name or not samples:
+        return {}
+    rewards = np.concatenate([turn_rewards(sample, name) for sample in samples])
+    known = sum(name in sample.token_scores for sample in samples)
+    return {"turn_reward": float(rewards.mean()), "turn_rewards_known": known / len(samples)}
