@@ -20,7 +20,7 @@ from april.wire.message import Version
 from tests.support.learner.small_learner import make_sample
 
 NAME = "step_reward"
-TURNS = (((2, 3), (5, 4)), ((1, 1), (4, 2), (6, 3)), ((3, 5),), ((2, 2), (6, 1)))
+TURNS = (((2, 3), (6, 4)), ((1, 1), (4, 2), (7, 3)), ((3, 5),), ((2, 2), (6, 1)))
 """(start, tokens) of the turns of each response; between them are observations."""
 
 
@@ -111,7 +111,8 @@ def test_a_critic_sees_a_turn_s_reward_at_its_last_token_and_discounts_at_the_en
     prepared = objective.prepare(received)
     tokens = objective.tokens(prepared, [1], torch.device("cpu"))
     values = np.random.default_rng(2).normal(size=6)
-    tokens = replace(tokens, scores={**tokens.scores, "values": torch.from_numpy(values)})
+    scores = {**tokens.scores, "values": torch.from_numpy(values)}
+    tokens = replace(tokens, rewards=tokens.rewards.double(), scores=scores)
     critic = Critic.__new__(Critic)
     critic.section, critic.estimator = section, gae
     gained, discounts = np.zeros(6), np.full(6, 0.9)

@@ -35,4 +35,4 @@ def of_group(rewards: Tensor, k: int) -> Tensor:
         return rewards.new_zeros(n)
     deviation = (lost * (1 - lost)) ** 0.5
     of_wrong = lost - comb(wrong - 1, k - 1) / comb(n - 1, k - 1)
-    return right * (lost / deviation) + ~right * (of_wrong / deviation)
+    return rewards.new_full((n,), lost / deviation).where(right, of_wrong / deviation)
