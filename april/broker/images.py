@@ -6,6 +6,7 @@ are removed after the journal has reclaimed space, and after a start.
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class DamagedImage(Damaged):
 class ImageStore:
     """The files of images below a run folder.
 
-    store.keep(name, png)               # returns once it is on disk
+    store.keep(name, png)               # returns once it is on disk; from any thread
     store.read(name)
     store.reclaim_is_due = True
     store.reclaim(named, position, synced)      # now and then
@@ -41,8 +42,8 @@ class ImageStore:
         self._unnamed: tuple[set[str], int] = set(), 0
         """Names that no state of the ledger needed at the journal position that goes with them."""
         self._kept = {path.stem for path in self.folder.glob(f"*{SUFFIX}")}
-        for leftover in self.folder.glob(f"*{TEMPORARY}"):
-            leftover.unlink()
+        self._changing = threading.Lock()
+        """Held while files are written or removed."""
         if self._kept:
             sync(self.folder)  # a broker that died may have left entries that are not on disk
 
@@ -51,19 +52,20 @@ class ImageStore:
 
     def keep(self, name: str, png: bytes) -> None:
         """Write an image unless it is there; it is on disk afterwards. Raises OSError."""
-        if name in self._kept:
-            return
-        if not self.folder.is_dir():
-            self.folder.mkdir()
-            sync(self.folder.parent)
-        temporary = self.folder / f"{name}{TEMPORARY}"
-        with temporary.open("wb") as file:
-            file.write(png)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self._path(name))
-        sync(self.folder)
-        self._kept.add(name)
+        with self._changing:
+            if name in self._kept:
+                return
+            if not self.folder.is_dir():
+                self.folder.mkdir()
+                sync(self.folder.parent)
+            temporary = self.folder / f"{name}{TEMPORARY}"
+            with temporary.open("wb") as file:
+                file.write(png)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(self._path(name))
+            sync(self.folder)
+            self._kept.add(name)
 
     def read(self, name: str) -> bytes:
         """The file of an image. Raises DamagedImage for one that is not there as it was, which `keep` then writes anew,
@@ -81,13 +83,17 @@ class ImageStore:
         the broker may still be asked for."""
         unnamed, until = self._unnamed
         if unnamed and synced >= until:
-            for name in unnamed.difference(named()):
-                self._path(name).unlink(missing_ok=True)
-                self._kept.discard(name)
+            with self._changing:
+                for name in unnamed.difference(named()):
+                    self._path(name).unlink(missing_ok=True)
+                    self._kept.discard(name)
             self._unnamed = set(), 0
         if self.reclaim_is_due:
             self.reclaim_is_due = False
-            self._unnamed = (self._kept.difference(named()) if self._kept else set()), position
+            with self._changing:
+                for leftover in self.folder.glob(f"*{TEMPORARY}"):  # of a broker that died
+                    leftover.unlink()
+                self._unnamed = (self._kept.difference(named()) if self._kept else set()), position
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"

@@ -1,9 +1,9 @@
 """Reads the data of samples from journal and dataset: prompt, tokens, dataset row, environment state."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 from zlib_ng.zlib_ng import crc32
@@ -36,7 +36,7 @@ class Payloads:
     def __init__(self, config: Config, journal: Journal, prompts: PromptBook):
         self.journal = journal
         self.prompts = prompts
-        self.images = ImageStore(config.run_dir)
+        self.images = prompts.image_store or ImageStore(config.run_dir)
         self.default_reward = config.reward.name
         """Name of the verifier for rows that name none."""
         self.is_cut = config.sampling.is_cut
@@ -54,7 +54,7 @@ class Payloads:
     def bind(self, ledger: Ledger) -> None:
         """Give prompts and ledger access to each other's data: submitted prompts, and images of groups to be opened."""
         self.prompts.bind(ledger, self.journal.read)
-        ledger.keep_images = self.keep_images
+        ledger.keep_images = self.prompts.keep_images
 
     def prompt(self, reference: Reference) -> wire.PackedArray:
         """Token ids of a prompt, int32, read by the reference of its journal record."""
@@ -143,18 +143,18 @@ class Payloads:
         """Name of the verifier of a dataset row."""
         return row.reward or self.default_reward
 
-    def keep_images(self, evaluation: bool, epoch: int, row: int) -> list[str]:
-        """Put the images of a drawn prompt on disk; returns their names. Raises OSError."""
-        images = self.prompts.images(evaluation, epoch, row)
-        for name, png in images:
-            if name not in self.images:
-                self.images.keep(name, png())
-        return [name for name, _ in images]
-
     def release_files(self, starts: list[int]) -> None:
         """Close journal files that are about to be deleted, and reclaim the space of images after them."""
         self.journal.release_files(starts)
         self.images.reclaim_is_due = True
+
+    def reclaim_images(self, named: Callable[[], Iterable[str]]) -> None:
+        """Remove the files of images that are not needed, if that is due. `named`: names that may be asked for."""
+
+        def needed() -> Iterator[str]:
+            return chain(named(), self.prompts.upcoming_images())
+
+        self.images.reclaim(needed, self.journal.end, self.journal.synced)
 
     def is_group_scored(self, evaluation: bool, epoch: int, row: int) -> bool:
         """Whether the verifier of a prompt scores all responses of a group in one call."""

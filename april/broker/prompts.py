@@ -4,20 +4,21 @@ trainer submits during the run."""
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from april import wire
+from april.broker.image_preparation import PROMPTS_AHEAD, ImagePreparation
+from april.broker.images import ImageStore
 from april.broker.ledger.events import Event, EventArray, PromptSubmitted
 from april.broker.ledger.state import LedgerState
 from april.config import Config, ConfigError
 from april.config.data import EvaluationSet
 from april.config.teachers import teacher_of
 from april.data.dataset import Dataset, load_dataset
-from april.data.images import PreparedImage, prepare
-from april.data.rows import BadRow, DatasetRow, RowImage, checked_label, checked_reward
+from april.data.rows import BadRow, DatasetRow, checked_label, checked_reward
 from april.data.tokenizer import Tokenizer
 from april.util.errors import refuse
 
@@ -27,8 +28,6 @@ ReadBack: TypeAlias = Callable[[Any], tuple[Event, list[EventArray]]]
 """Function that reads an event and its arrays by their journal reference."""
 ROWS_CACHED = 16_384
 """Number of dataset rows whose token ids are kept in memory for the next epoch."""
-IMAGES_CACHED = 64
-"""Number of prepared images that are kept in memory between the drawing of a prompt and the opening of its group."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,10 @@ class PromptBook:
     """The prompts of a run: training prompts by (epoch, position), evaluation prompts by (number of the set,
     position)."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, images: ImageStore | None = None):
+        """`images`: where the files of images go; without one, as in a dry run, they are prepared and not kept."""
         data = config.data
+        self.image_store = images
         allowed = config.reward.allowed
         self.rows = load_dataset(data.train_sources, data, allowed=allowed)
         self.tokenizer = Tokenizer(config.model.path)
@@ -60,9 +61,8 @@ class PromptBook:
         """Why the last of them was."""
         self._config = config
         self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
-        self._image_names: dict[str, tuple[str, int]] = {}
-        """Name and number of tokens of each prepared image, by the sha256 of its source."""
-        self._prepared = lru_cache(maxsize=IMAGES_CACHED)(self._prepare)
+        self._prepared_until = 0, 0
+        """(epoch, position) of the first prompt whose images are not prepared ahead of its drawing."""
         self._drawn = lru_cache(maxsize=16)(self._draw)
         """Cached form of `_draw`, as a schedule may look at a prompt several times before it opens the group."""
         self.held_out = {settings.number: self._held_out(settings, allowed) for settings in config.evaluation_sets}
@@ -93,6 +93,7 @@ class PromptBook:
                 epoch, position = epoch + 1, 0
             if self._config.data.epochs is not None and epoch >= self._config.data.epochs:
                 return None
+            self._prepare_ahead(epoch, position)
             tokens = self._tokens_of_row(self.row_number(epoch, position))
             if tokens is not None:
                 return epoch, position, tokens
@@ -107,6 +108,17 @@ class PromptBook:
             f"{self._config.model.path}; mend the prompts, raise data.max_prompt_tokens, or lower "
             "sampling.max_response_tokens if the model's context is short"
         )
+
+    def _prepare_ahead(self, epoch: int, position: int) -> None:
+        """Begin to prepare the images of the prompts from (epoch, position) on that are drawn soon."""
+        if not self.rows.with_images:
+            return
+        order, (begun_epoch, begun) = self._order(epoch), self._prepared_until
+        begin = max(position, begun) if epoch == begun_epoch else position
+        end = min(position + PROMPTS_AHEAD, len(order))
+        for number in order[begin:end]:
+            self.preparation.begin(self.rows, self.rows[int(number)].images)
+        self._prepared_until = max(self._prepared_until, (epoch, end))
 
     def bind(self, ledger: LedgerState, read: ReadBack) -> None:
         """Give access to submitted prompts: the ledger has their journal references, and `read` reads them. Without
@@ -174,6 +186,8 @@ class PromptBook:
 
     def _held_out(self, settings: EvaluationSet, allowed: Collection[str]) -> HeldOut:
         rows = load_dataset([settings.source], self._config.data, settings.prompts, allowed)
+        for index in range(len(rows) if rows.with_images else 0):
+            self.preparation.begin(rows, rows[index].images, lasting=True)
         encoded = [(index, self._encode_held_out(rows, index)) for index in range(len(rows))]
         return HeldOut(settings, rows, [(index, tokens) for index, tokens in encoded if tokens is not None])
 
@@ -193,7 +207,7 @@ class PromptBook:
 
     def encode(self, rows: Dataset, row: DatasetRow) -> np.ndarray:
         """Token ids of the prompt in a row of `rows`, int32 [P], whatever its length. Raises BadRow."""
-        lengths = [self._known_image(rows, image)[1] for image in row.images]
+        lengths = [self.preparation.tokens_of(rows, image) for image in row.images]
         return self.tokenizer.encode_row(row.prompt, lengths, **self._config.data.prompt_options)
 
     @property
@@ -201,38 +215,9 @@ class PromptBook:
         """Number of rows with images, held-out ones included."""
         return sum(rows.with_images for rows in (self.rows, *(held.rows for held in self.held_out.values())))
 
-    def images(self, evaluation: bool, epoch: int, row: int) -> list[tuple[str, Callable[[], bytes]]]:
-        """(name, function that makes the PNG file) of each image of a drawn prompt, in order.
-
-        `epoch`: for evaluation, the number of the set. This call and the function raise OSError for an image whose
-        source has changed; a training row with it is not drawn again.
-        """
-        rows = self.held_out[epoch].rows if evaluation else self.rows
-        if not rows.with_images:
-            return []
-        drawn = self.held_out_row(epoch, row) if evaluation else self.row(epoch, row)
-        try:
-            return [(self._known_image(rows, image)[0], partial(self._png, rows, image)) for image in drawn.images]
-        except BadRow as error:
-            raise OSError(str(error)) from None
-
-    def _known_image(self, rows: Dataset, image: RowImage) -> tuple[str, int]:
-        """Name and number of tokens of an image. Raises BadRow."""
-        if image.source not in self._image_names:
-            prepared = self._prepared(rows, image)
-            self._image_names[image.source] = prepared.name, prepared.tokens
-        return self._image_names[image.source]
-
-    def _png(self, rows: Dataset, image: RowImage) -> bytes:
-        try:
-            return self._prepared(rows, image).png
-        except BadRow as error:
-            self._image_names.clear()
-            self._tokens_of_row.cache_clear()
-            self._drawn.cache_clear()
-            raise OSError(str(error)) from None
-
-    def _prepare(self, rows: Dataset, image: RowImage) -> PreparedImage:
+    @cached_property
+    def preparation(self) -> ImagePreparation:
+        """The preparation of the images of rows. Raises ConfigError for a policy that takes none."""
         rule = self.tokenizer.image_rule
         if rule is None:
             refuse(
@@ -241,7 +226,33 @@ class PromptBook:
                 "takes no images, and rows have some",
                 "use a model with an image processor, or leave the images out with data.images_key = ''",
             )
-        return prepare(rows.image_source(image), rule)
+        return ImagePreparation(rule, self.image_store)
+
+    def keep_images(self, evaluation: bool, epoch: int, row: int) -> list[str]:
+        """Names of the images of a drawn prompt, in order, once their files are on disk.
+
+        `epoch`: for evaluation, the number of the set. Raises OSError for a file that cannot be written, and for an
+        image whose source has changed; a training row with it is not drawn again.
+        """
+        rows = self.held_out[epoch].rows if evaluation else self.rows
+        if not rows.with_images:
+            return []
+        drawn = self.held_out_row(epoch, row) if evaluation else self.row(epoch, row)
+        try:
+            return [self.preparation.wait_for(rows, image).name for image in drawn.images]
+        except BadRow as error:
+            self._tokens_of_row.cache_clear()
+            self._drawn.cache_clear()
+            raise OSError(str(error)) from None
+
+    def upcoming_images(self) -> Iterator[str]:
+        """Names of the images of prompts that may be drawn soon."""
+        return self.preparation.names() if self.with_images else iter(())
+
+    def close(self) -> None:
+        """End the threads that prepare images."""
+        if self.with_images:
+            self.preparation.close()
 
 
 # --- submitted prompts ------------------------------------------------------------------------------------------------
@@ -261,9 +272,9 @@ class SubmittedPrompts(PromptBook):
     prompts.draw((0, 0))                    # (0, 0, tokens)
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, images: ImageStore | None = None):
         self._ledger: LedgerState | None = None
-        super().__init__(config)
+        super().__init__(config, images)
         self.fingerprint = "submitted"
         self._allowed = config.reward.allowed
         self._largest_id = (config.vocabulary or 1 << 31) - 1
@@ -324,6 +335,6 @@ class SubmittedPrompts(PromptBook):
         )
 
 
-def open_prompts(config: Config) -> PromptBook:
-    """Build the prompt source that `data.source` selects."""
-    return (SubmittedPrompts if config.data.source == "submitted" else PromptBook)(config)
+def open_prompts(config: Config, images: ImageStore | None = None) -> PromptBook:
+    """Build the prompt source that `data.source` selects. `images`: as for PromptBook."""
+    return (SubmittedPrompts if config.data.source == "submitted" else PromptBook)(config, images)

@@ -16,6 +16,7 @@ from pathlib import Path
 import zmq
 
 from april import wire
+from april.broker.images import ImageStore
 from april.broker.inbox import Inbox
 from april.broker.journal.files import JournalError, Unreadable, locate_journal, read_by_name
 from april.broker.journal.journal import Journal
@@ -99,7 +100,7 @@ class Server:
         """Admits only peers on the allow-list; None without CURVE keys."""
         self._synced = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Event file descriptor that becomes readable when a sync has ended."""
-        self._open(open_prompts(config))
+        self._open(open_prompts(config, ImageStore(config.run_dir)))
         self.context = zmq.Context()
         self.context.set(ZERO_COPY_RECV, 0)
         self.socket = self.context.socket(zmq.ROUTER)
@@ -407,6 +408,7 @@ class Server:
 
     def _release(self) -> None:
         """Close the sockets, threads and journal."""
+        self.service.prompts.close()
         if self.access_control:
             self.access_control.close()
         self.socket.close()

@@ -369,7 +369,7 @@ class Service:
         self.recorder.update_peak(self.ledger)
         self.queue_scanner.advance(now)
         self.snapshots.follow(self.journal.file_start, self.payloads.release_files, now)
-        self.payloads.images.reclaim(self.history.live_images, self.journal.end, self.journal.synced)
+        self.payloads.reclaim_images(self.history.live_images)
 
     @property
     def has_more(self) -> bool:

@@ -8,6 +8,7 @@ therefore depend only on the rows.
 import hashlib
 import logging
 import tempfile
+import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
@@ -112,6 +113,7 @@ class Dataset:
         self._file = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES)  # noqa: SIM115
         self._images = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES)  # noqa: SIM115
         """The bytes of images that are no files."""
+        self._reading_images = threading.Lock()
         self._ends = array("Q")
         self._digest = hashlib.sha256(b"shuffled" if shuffle else b"in order")
         self.order = lru_cache(maxsize=2)(self._order)
@@ -150,10 +152,12 @@ class Dataset:
         return RowImage(hashlib.sha256(source).hexdigest(), "", start, len(source))
 
     def image_source(self, image: RowImage) -> bytes:
-        """The bytes of a row's image, as they are in the dataset. Raises BadRow for a file that has changed."""
+        """The bytes of a row's image, as they are in the dataset; from any thread. Raises BadRow for a file that has
+        changed."""
         if not image.path:
-            self._images.seek(image.start)
-            return self._images.read(image.size)
+            with self._reading_images:
+                self._images.seek(image.start)
+                return self._images.read(image.size)
         source = file_bytes(Path(image.path))
         if hashlib.sha256(source).hexdigest() != image.source:
             raise BadRow(f"image {image.path!r} has changed since the dataset was read; restore it, or begin a new run")

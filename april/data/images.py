@@ -120,6 +120,11 @@ def prepare(source: bytes, rule: ImageRule) -> PreparedImage:
     file = io.BytesIO()
     upright.save(file, "PNG", compress_level=1)
     png = file.getvalue()
+    if len(png) > PNG_BYTES:
+        raise BadRow(
+            f"an image of {width} x {height} pixels takes {len(png):,} bytes as a PNG, more than {PNG_BYTES:,}; lower "
+            "the greatest number of pixels of the model's image processor"
+        )
     return PreparedImage(name_of(png), png, rule.grid(height, width), rule.tokens(height, width))
 
 

@@ -64,9 +64,10 @@ def with_images(
             f"the prompt has {placed.taken} {MARKER} markers or image parts for {len(column)} images; "
             "they must be as many, or no marker at all"
         )
-    if len(placed.images) > PROMPT_IMAGES:
-        raise BadRow(f"the prompt has {len(placed.images)} images, more than {PROMPT_IMAGES}")
-    return replace(row, prompt=messages, images=tuple(placed.images))
+    if (count := sum(map(_is_image, _parts(messages)))) > PROMPT_IMAGES:
+        raise BadRow(f"the prompt has {count} images, more than {PROMPT_IMAGES}")
+    shown = (part["image"] for part in _parts(messages) if _is_image(part))
+    return replace(row, prompt=messages, images=tuple(placed.images[source] for source in shown))
 
 
 @dataclass
@@ -78,7 +79,8 @@ class _Placement:
     store: Callable[[bytes], RowImage]
 
     def __post_init__(self) -> None:
-        self.images: list[RowImage] = []
+        self.images: dict[str, RowImage] = {}
+        """Images by the sha256 of their source."""
         self.taken = 0
         """Number of markers and parts so far that stand for an image of the column."""
 
@@ -111,7 +113,7 @@ class _Placement:
 
     def _add(self, given: Any) -> dict[str, Any]:
         image = image_at(given, self.folder, self.store)
-        self.images.append(image)
+        self.images[image.source] = image
         return {"type": "image", "image": image.source}
 
 

@@ -178,6 +178,8 @@ def check_run(
         run_check(turn_end_ids, config.environment.turn_ends, book.tokenizer)
         for name in sorted(book.rows.rewards.union(*(held_out.rows.rewards for held_out in book.held_out.values()))):
             run_check(check_verifier, name, "reward of a row", config.reward.url)
+        if book.with_images and has_learner and not found.errors:
+            try_apart(check_images, config, found, f"whether {config.model.path} sees images")
     return book
 
 
@@ -389,6 +391,11 @@ def check_models(config: Config, found: Findings) -> None:
     """Have the learner's back end and the engine check a model that is not plain."""
     found.run_check(BACKENDS.find(config.learner.backend).check_model, config)
     check_engine_model(config, found)
+
+
+def check_images(config: Config, device: str) -> None:
+    """Have the learner's back end check that the images of prompts would be seen."""
+    BACKENDS.find(config.learner.backend).check_images(config)
 
 
 def check_engine_model(config: Config, found: Findings) -> None:

@@ -81,6 +81,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if takes_images and not is_causal else AutoModelForCausalLM
 
 
+def loads_tower(folder: Path) -> bool:
+    """Whether the model of a folder is loaded with its vision tower."""
+    return auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=False)) is AutoModelForImageTextToText
+
+
 def recompute_layers(lm: nn.Module) -> None:
     """Have the backward pass recompute the activations of each layer instead of keeping them, in place. Raises
     ModelError for a model that cannot."""

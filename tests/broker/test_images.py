@@ -1,5 +1,6 @@
 """The images of prompts: on disk before the journal names them, given by name, removed when nothing names them."""
 
+import errno
 import io
 import os
 
@@ -9,6 +10,7 @@ from PIL import Image
 
 from april import config as configuration
 from april import wire
+from april.broker import image_preparation, prompts
 from april.broker.images import ImageStore
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened
@@ -35,7 +37,10 @@ def config(config_file, tmp_path):
 
 
 @pytest.fixture
-def talk(config):
+def talk(config, monkeypatch):
+    """A broker that prepares the images of two prompts ahead, fewer than the dataset has."""
+    monkeypatch.setattr(image_preparation, "PROMPTS_AHEAD", 2)
+    monkeypatch.setattr(prompts, "PROMPTS_AHEAD", 2)
     return Conversation(config)
 
 
@@ -44,7 +49,8 @@ def files(config):
 
 
 def needed(talk):
-    return set(talk.service.history.live_images())
+    """Names of images that the broker may be asked for."""
+    return {*talk.service.history.live_images(), *talk.service.prompts.upcoming_images()}
 
 
 def fetched(peer, names):
@@ -77,7 +83,7 @@ def test_a_batch_names_the_images_of_its_groups(talk):
     assert {name_of(png) for png in fetched(learner, names).values()} == set(names)
 
 
-def test_no_record_names_an_image_before_its_file_is_on_disk(talk, config, monkeypatch):
+def test_no_record_names_an_image_before_its_file_is_on_disk(config, monkeypatch):
     order, fsync, append = [], os.fsync, Journal.append
     monkeypatch.setattr(os, "fsync", lambda file: (order.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file))[1])
 
@@ -87,7 +93,7 @@ def test_no_record_names_an_image_before_its_file_is_on_disk(talk, config, monke
         return append(journal, event, arrays)
 
     monkeypatch.setattr(Journal, "append", recorded)
-    talk.ledger.write = talk.journal.append
+    talk = Conversation(config)
     joined(FakeLearner(talk))
     joined(FakeWorker(talk))
     folder = str(config.run_dir / "images")
@@ -103,14 +109,14 @@ def test_no_record_names_an_image_before_its_file_is_on_disk(talk, config, monke
 def test_a_file_that_no_record_names_is_removed_at_a_start_and_those_of_live_groups_stay(talk, config):
     joined(FakeLearner(talk))
     joined(FakeWorker(talk))
-    live = needed(talk)
+    live = set(talk.service.history.live_images())
     stray = name_of(b"a broker died between the file and its record")
     ImageStore(config.run_dir).keep(stray, b"a broker died between the file and its record")
     (config.run_dir / "images" / f"{'0' * 64}.tmp").write_bytes(b"half")
     talk.restart_broker()
     talk.tick(1.0)
     talk.tick(1.0)
-    assert files(config) == live == needed(talk) and live
+    assert files(config) == needed(talk) >= live and live
     worker = joined(FakeWorker(talk, "w1"))
     assert all(fetched(worker, [name])[name] for name in live)
 
@@ -157,12 +163,56 @@ def test_a_picture_that_changes_under_the_run_is_not_drawn_again(talk, config, t
     book = talk.service.prompts
     _, position, _ = book.draw((1, 0))
     number = book.row_number(1, position)
+    [name] = book.keep_images(False, 1, position)
     (tmp_path / f"{number}.png").write_bytes(picture("yellow"))
-    book._prepared.cache_clear()
-    [(_, png)] = book.images(False, 1, position)
+    assert book.keep_images(False, 1, position) == [name], "its file is there"
+    forget_files(talk)
     with pytest.raises(OSError, match="has changed since the dataset was read"):
-        png()
+        book.keep_images(False, 1, position)
     assert book.draw((1, position))[1] != position
+
+
+def test_images_are_on_disk_before_their_prompts_are_drawn(talk, config):
+    """So the loop waits neither for a decoder nor for a disk when it opens the group."""
+    book = talk.service.prompts
+    book.draw((2, 0))
+    book.preparation.close()  # with what was begun
+    upcoming = [book.row(2, position).images[0] for position in range(2)]
+    names = {book.preparation.wait_for(book.rows, image).name for image in upcoming}
+    assert names <= files(config) and names <= set(book.upcoming_images())
+
+
+def test_the_image_of_a_held_out_prompt_stays_for_the_next_evaluation(talk, config):
+    joined(FakeLearner(talk))
+    [name] = talk.service.prompts.keep_images(True, 0, 0)
+    talk.take_snapshot()
+    talk.service.payloads.images.reclaim_is_due = True
+    for _ in range(3):
+        talk.tick(1.0)
+    assert name in files(config)
+
+
+def test_a_disk_that_was_full_is_tried_again(talk, config, monkeypatch):
+    book = talk.service.prompts
+    forget_files(talk)
+    keep = ImageStore.keep
+    monkeypatch.setattr(ImageStore, "keep", refused_for_want_of_room)
+    with pytest.raises(OSError, match="No space left"):
+        book.keep_images(False, 1, 0)
+    monkeypatch.setattr(ImageStore, "keep", keep)
+    assert set(book.keep_images(False, 1, 0)) <= files(config)
+
+
+def refused_for_want_of_room(store, name, png):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def forget_files(talk):
+    """Have the images of the run gone from disk, as they are once the journal was reclaimed."""
+    store = talk.service.payloads.images
+    for name in files(talk.config):
+        store._path(name).unlink()
+        store._kept.discard(name)
 
 
 def test_a_policy_without_an_image_processor_refuses_rows_with_images(config):
@@ -182,11 +232,18 @@ def test_a_request_for_an_image_that_nobody_needs_is_answered_with_nothing(talk)
 
 def test_a_picture_whose_file_is_gone_is_the_system_s_fault_at_every_try(talk, tmp_path):
     """A held-out prompt is opened again and again, and its tokens are known."""
-    prompts = talk.service.prompts
     for path in tmp_path.glob("*.png"):
         path.unlink()
-    prompts._image_names.clear()
-    prompts._prepared.cache_clear()
+    forget_files(talk)
     for _ in range(2):
         with pytest.raises(OSError, match="image"):
-            prompts.images(True, 0, 0)
+            talk.service.prompts.keep_images(True, 0, 0)
+
+
+def test_a_peer_that_does_not_read_gets_no_more_images(talk):
+    joined(FakeLearner(talk))
+    worker = joined(FakeWorker(talk))
+    [name] = worker.grants()[0].images
+    talk.service.peers.by_id[worker.session].sent_bytes += 2 * talk.service.context.credit_bytes
+    worker.say(wire.FetchImages([name]))
+    assert worker.take(wire.Refused) and not worker.take(wire.Images)

@@ -156,3 +156,10 @@ def test_a_text_with_a_placeholder_and_a_template_without_one_are_refused(tmp_pa
     tokenizer.inner.chat_template = "<|image_pad|>"
     with pytest.raises(BadRow, match="does not print '1\\+'"):
         tokenizer.encode_row(question(image(RED), text("1+")), [4])
+
+
+def test_images_are_in_the_order_of_the_parts_that_show_them_though_column_and_parts_have_some(tmp_path):
+    asked = question(text("like "), {"type": "image", "image": "red.png"}, text("?"))
+    row = rows_of(tmp_path, {"prompt": asked, "images": ["blue.png"]})[0]
+    assert [part["image"] for part in row.prompt[0]["content"] if part["type"] == "image"] == [name(BLUE), name(RED)]
+    assert [each.source for each in row.images] == [name(BLUE), name(RED)]

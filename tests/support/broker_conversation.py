@@ -8,6 +8,7 @@ import numpy as np
 
 from april import wire
 from april.agents.link import rows_with_payloads
+from april.broker.images import ImageStore
 from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
 from april.broker.prompts import open_prompts
@@ -37,7 +38,8 @@ class Conversation:
         self.journal = Journal(
             self.config.run_dir / "journal", broker.journal_file_mb << 20, broker.journal_file_records
         )
-        self.service = Service(self.config, open_prompts(self.config), self.journal, self.now)
+        prompts = open_prompts(self.config, ImageStore(self.config.run_dir))
+        self.service = Service(self.config, prompts, self.journal, self.now)
         self.service.snapshots.start = HelperHere
         self.deliver()
 
@@ -45,6 +47,7 @@ class Conversation:
         """Kill and restart the broker; peers have to say hello again."""
         self.journal.close()
         self.service.note.close()
+        self.service.prompts.close()
         self.peers = {}
         self.start()
 

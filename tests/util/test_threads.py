@@ -34,6 +34,7 @@ WAITED_FOR = "a future or a join"
 NOTICED = {
     "agents.host:Host.__init__": WAITED_FOR,
     "agents.link:BrokerLink": "test_the_link_of_agents_says_why_it_has_ended",
+    "broker.image_preparation:ImagePreparation.__init__": WAITED_FOR,
     "broker.journal.journal:Journal.__init__": WAITED_FOR,
     "broker.telemetry.sinks:BackgroundSink.__init__": "test_whoever_waits_gets_the_error",
     "broker.verification:JournalVerifier.__init__": "broker/test_damaged_journal.py",

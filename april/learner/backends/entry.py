@@ -58,6 +58,14 @@ class BackendEntry:
         may import torch: before a run it is called in a process of its own."""
 
     @classmethod
+    def check_images(cls, config: Config) -> None:
+        """Raises ConfigError for a model that the back end would train without seeing the images of its prompts. It may
+        import torch: before a run it is called in a process of its own."""
+        why = "trains no model that sees images, and rows have some"
+        fix = "use learner.backend = 'fsdp', or leave the images out with data.images_key = ''"
+        refuse("learner.backend", config.learner.backend, why, fix)
+
+    @classmethod
     def check(cls, config: Config) -> None:
         """Raises ConfigError for a configuration that the back end does not support; called before anything is
         started."""

@@ -30,6 +30,15 @@ class FSDPEntry(BackendEntry):
                 raise ConfigError(f"key 'learner.context_parallel' = {section.context_parallel} {said}")
 
     @classmethod
+    def check_images(cls, config: Config) -> None:
+        from april.learner.loading import loads_tower
+
+        if not loads_tower(config.model.path):
+            why = "is loaded as a text model, which does not see the images that rows have"
+            fix = "use Qwen2-VL, Qwen2.5-VL or Qwen3-VL, or leave the images out with data.images_key = ''"
+            refuse("model.path", config.model.path, why, fix)
+
+    @classmethod
     def check(cls, config: Config) -> None:
         super().check(config)
         if config.lora.is_set and not config.learner.freeze_vision:

@@ -1,0 +1,110 @@
+"""The preparation of a run's images in threads, ahead of the prompts that show them.
+
+Decoding and resizing a large photograph takes a tenth of a second and more, in which the broker's loop would answer
+nobody. The threads also put the files on disk, so that a group can be opened at once.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from april.broker.images import ImageStore
+from april.data.dataset import Dataset
+from april.data.images import ImageRule, prepare
+from april.data.rows import RowImage
+
+THREADS = min(4, os.cpu_count() or 1)
+PROMPTS_AHEAD = 64
+"""Number of prompts behind the cursor whose images are prepared before they are drawn."""
+
+
+@dataclass(frozen=True)
+class KnownImage:
+    """A prepared image, whose pixels are on disk."""
+
+    name: str
+    """sha256 of its file in hex."""
+    tokens: int
+    """Number of tokens of the prompt that the image takes."""
+
+
+class ImagePreparation:
+    """Prepares images, each once, and keeps the files of those that will be drawn soon.
+
+    preparation.begin(rows, row.images)         # returns at once
+    preparation.wait_for(rows, image).tokens    # waits for the thread that prepares it
+    preparation.names()                         # files that must stay
+    """
+
+    def __init__(self, rule: ImageRule, store: ImageStore | None):
+        """`store`: where the files go; without one they are prepared and not kept."""
+        self._rule, self._store = rule, store
+        self._threads = ThreadPoolExecutor(THREADS, "images")
+        self._prepared: dict[str, Future[KnownImage]] = {}
+        """Results by the sha256 of the image's source."""
+        self._upcoming = deque[frozenset[str]](maxlen=2 * PROMPTS_AHEAD)
+        """Sources of the images of each of the last prompts that were begun; those may not have been drawn yet."""
+        self._lasting: set[str] = set()
+        """Sources of the images that are shown again and again."""
+        self._names: dict[str, str] = {}
+        """Name by source, of all images that were prepared; known before the file is."""
+
+    def begin(self, rows: Dataset, images: Iterable[RowImage], lasting: bool = False) -> None:
+        """Have the images of a prompt prepared, unless their files are there. `lasting`: their files stay for good, as
+        those of held-out prompts, which are shown again and again."""
+        images = list(images)
+        sources = frozenset(image.source for image in images)
+        if lasting:
+            self._lasting |= sources
+        elif sources:
+            self._upcoming.append(sources)
+        for image in images:
+            self._begin(rows, image)
+
+    def wait_for(self, rows: Dataset, image: RowImage) -> KnownImage:
+        """The image, once it is prepared and its file is on disk; later calls prepare it again if the file has gone.
+        Raises BadRow for what cannot be shown to the model, and OSError if the file cannot be written."""
+        try:
+            return self._begin(rows, image).result()
+        except OSError:
+            self._prepared.pop(image.source, None)  # a disk that was full may have room again
+            raise
+
+    def tokens_of(self, rows: Dataset, image: RowImage) -> int:
+        """Number of tokens of an image, also if its file is no longer there. Raises as `wait_for`."""
+        known = self._prepared.get(image.source)
+        return (known.result() if known and is_sound(known) else self.wait_for(rows, image)).tokens
+
+    def names(self) -> Iterator[str]:
+        """Names of the images that are shown again and again, and of those of prompts that may be drawn soon."""
+        for source in self._lasting.union(*list(self._upcoming)):
+            if source in self._names:
+                yield self._names[source]
+
+    def close(self) -> None:
+        """End the threads; what they have not begun is left undone."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _begin(self, rows: Dataset, image: RowImage) -> "Future[KnownImage]":
+        known = self._prepared.get(image.source)
+        if known is None or (known.done() and self._must_be_repeated(known)):
+            known = self._prepared[image.source] = self._threads.submit(self._prepare, rows, image)
+        return known
+
+    def _must_be_repeated(self, known: "Future[KnownImage]") -> bool:
+        """Whether an image that was prepared has no file any more, or could not be prepared: its source may have been
+        mended."""
+        return not is_sound(known) or bool(self._store and known.result().name not in self._store)
+
+    def _prepare(self, rows: Dataset, image: RowImage) -> KnownImage:
+        prepared = prepare(rows.image_source(image), self._rule)
+        self._names[image.source] = prepared.name
+        if self._store:
+            self._store.keep(prepared.name, prepared.png)
+        return KnownImage(prepared.name, prepared.tokens)
+
+
+def is_sound(known: "Future[KnownImage]") -> bool:
+    return known.exception() is None
