@@ -13,6 +13,7 @@ import signal
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -21,7 +22,7 @@ import aiohttp
 import msgspec
 import numpy as np
 import orjson
-from common import APRIL, ROOT, Row, execute, parser, process, quickstart_policy, report, wait_for
+from common import APRIL, ROOT, Row, execute, parser, process, processor_s, quickstart_policy, report, wait_for
 from gauged_engine import GAUGE
 
 from april import wire
@@ -119,17 +120,23 @@ checkpoint_every = 1000
 
 
 def main() -> None:
-    given = parser(__doc__).parse_args()
-    sessions, seconds = (64, 3.0) if given.quick else (1000, SECONDS)
+    arguments = parser(__doc__)
+    arguments.add_argument("--runs", action="store_true", help="only the two runs with and without a program")
+    given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        policy = quickstart_policy(folder, quick=True)
-        make_data(folder / "data", train_prompts=512, heldout_prompts=8)
-        stretch_context(policy)
-        rows = measure(folder, policy, sessions, seconds, 40 if given.quick else ALONE_TURNS)
-        rows += idle_slots(folder, policy, folder / "data/train.jsonl", given.quick)
+        rows = [] if given.runs else with_scripted_engines(folder, given.quick)
         rows += against_environment(folder, given.quick)
     report(rows, given.json)
+
+
+def with_scripted_engines(folder: Path, quick: bool) -> list[Row]:
+    sessions, seconds = (64, 3.0) if quick else (1000, SECONDS)
+    policy = quickstart_policy(folder, quick=True)
+    make_data(folder / "data", train_prompts=512, heldout_prompts=8)
+    stretch_context(policy)
+    rows = measure(folder, policy, sessions, seconds, 40 if quick else ALONE_TURNS)
+    return rows + idle_slots(folder, policy, folder / "data/train.jsonl", quick)
 
 
 def stretch_context(policy: Path) -> None:
@@ -296,16 +303,78 @@ def against_environment(folder: Path, quick: bool) -> list[Row]:
     and steps, one run after the other."""
     policy = quickstart_policy(folder, quick=False)
     train, heldout = make_data(folder / "calculator-data")
-    speeds = {}
+    speeds, spent = {}, []
     for arm, config in ARMS.items():
         keys = ["--run.dir", folder / "runs", "--run.name", arm, "--model.path", policy, "--data.path", train]
         keys += ["--data.eval_path", heldout, *(["--schedule.max_steps", 1] if quick else [])]
-        execute([*APRIL, "run", ROOT / config, *keys], folder / f"{arm}.log", threads=1, **VARIABLES)
+        with ProcessorTimes(folder / "runs" / arm) as times:
+            execute([*APRIL, "run", ROOT / config, *keys], folder / f"{arm}.log", threads=1, **VARIABLES)
+        if arm == "agent":
+            spent = times.rows()
         summary = orjson.loads((folder / "runs" / arm / "summary.json").read_bytes())
         speeds[arm] = summary["rollout_tokens_per_s"]
     ratio = speeds["agent"] / speeds["environment"]
     rows = [Row(f"{arm}_tokens_per_s", [speed], "tokens/s") for arm, speed in speeds.items()]
-    return [Row("agent_vs_environment_tokens_per_s", [ratio], "ratio"), *rows]
+    return [Row("agent_vs_environment_tokens_per_s", [ratio], "ratio"), *rows, *spent]
+
+
+PARTS = {
+    "program": "april.agents.host",
+    "gateway": "april.cli agents",
+    "broker": "april.cli broker",
+    "workers": "april.cli worker",
+}
+"""Words in the command line of a run's processes."""
+
+
+class ProcessorTimes(threading.Thread):
+    """Follows the processor time of a run's parts from its first step to its last look before the end.
+
+    with ProcessorTimes(run_dir) as times:
+        ...                             # the run
+    times.rows()
+    """
+
+    def __init__(self, run_dir: Path):
+        super().__init__(daemon=True)
+        self.run_dir = run_dir
+        self.looks: list[tuple[int, dict[str, float]]] = []
+        """(turns of the finished steps, processor seconds by part) at each look at which a step had been added."""
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "ProcessorTimes":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.1):
+            with contextlib.suppress(OSError, orjson.JSONDecodeError):
+                lines = map(orjson.loads, (self.run_dir / "metrics.jsonl").read_bytes().splitlines())
+                turns = sum(line["environment"]["observations"] for line in lines if "environment" in line)
+                if turns and (not self.looks or turns > self.looks[-1][0]):
+                    self.looks.append((turns, {part: self._processor_s(words) for part, words in PARTS.items()}))
+
+    def rows(self) -> list[Row]:
+        """Processor time of each part for a turn, and of how many turns a second two cores would have enough."""
+        (first, before), (last, after) = self.looks[0], self.looks[-1]
+        if last == first:
+            return []
+        per_turn = {part: 1000 * (after[part] - before[part]) / (last - first) for part in PARTS}
+        turns = Row("turns_per_s_of_the_processors", [1000 * os.cpu_count() / sum(per_turn.values())], "turns/s")
+        return [*(Row(f"{part}_processor_ms_per_turn", [each], "ms") for part, each in per_turn.items()), turns]
+
+    def _processor_s(self, words: str) -> float:
+        """Processor seconds of the run's processes that have these words in their command line."""
+        taken = 0.0
+        for command in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if words in command.read_bytes().replace(b"\0", b" ").decode(errors="replace"):
+                    taken += processor_s(int(command.parent.name))
+        return taken
 
 
 if __name__ == "__main__":
