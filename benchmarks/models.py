@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from common import ROOT, Row, execute, parser, python_path, report
+from common import APRIL, ROOT, Row, execute, parser, python_path, report
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from april.config import Config
-from april.launch.check import Findings
+from april.launch.findings import Findings
 from april.learner.backends import BACKENDS
 from april.learner.loading import ModelError
 from april.learner.model import load
@@ -64,7 +64,10 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--families", help="only these, with commas between")
     arguments.add_argument("--page", action="store_true", help="write the page of the families")
+    arguments.add_argument("--pictures", action="store_true", help="only the task in pictures, ten minutes")
     given = arguments.parse_args()
+    if given.pictures:
+        return report(pictures(given.quick), given.json)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -232,6 +235,30 @@ def gap_of_run(name: str) -> tuple[float, str]:
         steps = read_records(folder / "run" / "metrics.jsonl")
         means = [gap["mean"] for step in steps for gap in (step.get("engine_gaps") or {}).values() if not gap["age"]]
         return (max(means), "") if len(means) >= STEPS else (float("inf"), f"{len(means)} steps have a gap")
+
+
+# --- the task in pictures ---------------------------------------------------------------------------------------------
+
+
+def pictures(quick: bool) -> list[Row]:
+    """Held-out accuracy of `configs/pictures.toml` before its first step and after its last, and how long it takes with
+    the making of pictures and policy."""
+    keys = ["--schedule.max_steps", 1, "--evaluation.prompts", 16] if quick else []
+    with tempfile.TemporaryDirectory() as made:
+        folder, started = Path(made), time.monotonic()
+        execute([*APRIL, "make-pictures", "--out", folder / "task"], folder / "make.log", 1)
+        for key, file in (("model.path", "policy"), ("data.path", "train.jsonl"), ("data.eval_path", "heldout.jsonl")):
+            keys += [f"--{key}", folder / "task" / file]
+        command = [*APRIL, "run", ROOT / "configs" / "pictures.toml", "--run.dir", folder / "runs", *keys]
+        execute(command, folder / "run.log", 1)
+        minutes = (time.monotonic() - started) / 60
+        summary = json.loads((folder / "runs" / "pictures" / "summary.json").read_bytes())
+    accuracies = [evaluation["accuracy"] for evaluation in summary["evaluation"]]
+    return [
+        Row("pictures_heldout", [accuracies[-1]], "share"),
+        Row("pictures_heldout_before", [accuracies[0]], "share"),
+        Row("pictures_min", [minutes], "min"),
+    ]
 
 
 # --- how long the proof takes -----------------------------------------------------------------------------------------

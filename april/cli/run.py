@@ -154,9 +154,9 @@ def describe_run(
     """Print what a run would start and need, and each error that would keep it from starting; returns the exit
     status."""
     from april.config.hub import Fetcher
-    from april.launch.check import LABEL_WIDTH
     from april.launch.devices import visible_devices
     from april.launch.dry_run import describe, indented
+    from april.launch.findings import LABEL_WIDTH
     from april.launch.preflight import examine
     from april.launch.rehearsal import DRY_S
     from april.simulate.tune import resolve

@@ -11,9 +11,8 @@ import tempfile
 import tomllib
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,6 +43,7 @@ from april.data.records import ARROW, PARQUET, data_files, kind_of
 from april.data.tokenizer import import_without_torch
 from april.launch import TARGETS
 from april.launch.devices import check_nodes, numa_nodes, place_parts
+from april.launch.findings import Findings
 from april.launch.memory import adapter_parameters, has_tensors, plan_memory
 from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, LENGTH_PENALTIES, LOSSES, STEP_SCALES
@@ -65,7 +65,6 @@ from april.workers.rewards.sandbox import check_isolation
 from april.workers.rewards.verifiers import check_verifier
 from april.workers.teachers.check import check_teacher
 
-LABEL_WIDTH = 11
 PEFT_PREFIX = "base_model.model."
 """Beginning of the names of tensors that peft has saved with its wrapper."""
 PLAIN_TYPES = ("llama", "qwen2", "qwen3")
@@ -82,38 +81,6 @@ DEVICE_TAKEN = re.compile(r"out of memory|busy or unavailable", re.IGNORECASE)
 """Regular expression for errors of an accelerator that others use."""
 STATE_BYTES = 12
 """Checkpoint bytes per trained parameter: float32 weight and two AdamW moments."""
-
-
-@dataclass
-class Findings:
-    """Results of all checks."""
-
-    facts: dict[str, str] = field(default_factory=dict)
-    """Text of each fact about the run, by its label."""
-    warnings: list[str] = field(default_factory=list)
-    """Sentences about problems that a run may start with."""
-    errors: list[str] = field(default_factory=list)
-    """Sentences about problems that keep a run from starting, each perhaps followed by a traceback."""
-
-    def run_check(self, check: Callable[..., Any], *arguments) -> Any:
-        """Call a check; returns its result, or None after recording its ConfigError or NotTried."""
-        try:
-            return check(*arguments)
-        except NotTried as error:
-            self.warnings.append(str(error))
-        except ConfigError as error:
-            if str(error) not in self.errors:
-                self.errors.append(str(error))
-
-    def lines(self) -> list[str]:
-        """One entry per fact: its label and text, with further lines of the text indented."""
-        indent = "\n" + " " * LABEL_WIDTH
-        return [f"{label:{LABEL_WIDTH}}{text}".replace("\n", indent) for label, text in self.facts.items() if text]
-
-    def refuse(self) -> None:
-        """Raises ConfigError with the first error, if there is one."""
-        if self.errors:
-            raise ConfigError(self.errors[0])
 
 
 def check_run(

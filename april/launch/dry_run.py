@@ -9,7 +9,6 @@ from april.config.advantages import needs_values
 from april.config.broker import IPC
 from april.config.checks import check_model
 from april.data.dataset import verifier_of
-from april.launch.check import LABEL_WIDTH
 from april.launch.devices import (
     assign_devices,
     describe_placement,
@@ -18,6 +17,7 @@ from april.launch.devices import (
     numa_nodes,
     place_parts,
 )
+from april.launch.findings import LABEL_WIDTH
 from april.launch.memory import WEIGHT_BYTES, ModelShape, adapter_parameters, read_shape, states_bytes
 from april.util.text import counted, format_bytes
 from april.workers.engines import ENGINES

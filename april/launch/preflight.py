@@ -22,7 +22,8 @@ from april.broker.telemetry.recorder import read_summary
 from april.config import Config, ConfigError
 from april.config.loading import make_paths_absolute
 from april.config.stored import store_refused, stored_checkpoints
-from april.launch.check import Findings, check_run
+from april.launch.check import check_run
+from april.launch.findings import Findings
 from april.launch.memory import read_shape
 from april.launch.rehearsal import Rehearsal
 from april.launch.row_checks import inspect_rows

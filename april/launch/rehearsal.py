@@ -27,7 +27,7 @@ from april.broker.filters.filters import CompleteGroup, FilterFailed, GroupFilte
 from april.config import Config, ConfigError
 from april.data.rows import row_prompt
 from april.data.tokenizer import Tokenizer
-from april.launch.check import Findings
+from april.launch.findings import Findings
 from april.launch.row_checks import InspectedRow, prompt_text
 from april.util.logs import user_traceback
 from april.util.pool import ProcessPool

@@ -14,7 +14,7 @@ from april.config import Config, SourceSection
 from april.data.dataset import Dataset
 from april.data.rows import BadRow, DatasetRow, text_of
 from april.data.tokenizer import Tokenizer, recommended_sampling
-from april.launch.check import Findings
+from april.launch.findings import Findings
 from april.util.errors import refuse
 from april.workers.engines import ENGINES
 

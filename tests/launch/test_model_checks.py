@@ -12,7 +12,6 @@ from april.config.checks import check_model
 from april.data.tokenizer import Tokenizer
 from april.launch import check
 from april.launch.check import (
-    Findings,
     check_engine_model,
     check_models,
     check_run,
@@ -21,6 +20,7 @@ from april.launch.check import (
     is_plain,
     try_apart,
 )
+from april.launch.findings import Findings
 from april.launch.memory import read_shape
 from april.launch.row_checks import warn_of_sampling
 from april.workers.engines.entry import folder_tensors

@@ -6,7 +6,8 @@ import pytest
 
 from april import config as configuration
 from april.launch import check
-from april.launch.check import Findings, check_run
+from april.launch.check import check_run
+from april.launch.findings import Findings
 
 MODULE = """
 import os
