@@ -1,5 +1,5 @@
-"""What the methods beside a plain reward give: on-policy distillation, parts of a reward normalised apart, and what
-token scores cost.
+"""What the methods beside a plain reward give: on-policy distillation, parts of a reward normalised apart, what token
+scores cost, and supervised steps.
 
 Without `--runs` only the rows that take seconds are measured. `--runs distil` trains a teacher (a finished quickstart),
 then for each seed the quickstart by GRPO and by distillation alone, from the same warm start, evaluated at every step.
@@ -24,19 +24,24 @@ import tomli_w
 import torch
 from common import APRIL, ROOT, Row, execute, parser, quickstart_policy, ratios, report
 from method_references import gaps
+from transformers import AutoModelForCausalLM
+from trl_side import supervised_steps
 
 from april.config import Config
+from april.data.conversations import Conversation
 from april.learner.batch import TrainingBatch, TrainSample, decode, encode
 from april.learner.losses.ranks import SingleRank
 from april.learner.objective import Objective
 from april.learner.trainer import Trainer
 from april.observe.report.run_folder import read_run
+from april.sft.source import as_sample
 from april.wire.message import Version
 
 WANTED = 0.9
 """Held-out accuracy that both sides have to reach."""
 SEEDS, STEPS, STEPS_APART, REPEATS = 5, 64, 16, 9
 GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, 12, 64
+SFT_ROWS, PACKED_TOKENS = 32, 1024
 DISTILLED = {"advantage": "no_reward", "distillation": "reverse_kl", "distillation_discount": 0.0}
 
 
@@ -48,9 +53,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="april-methods-") as made:
         folder = Path(made)
         policy = quickstart_policy(folder, options.quick)
+        repeats = 3 if options.quick else REPEATS
         rows = [
             Row("reference_gap", list(gaps(np.random.default_rng(0))), "", of=max),
-            token_scores_cost(policy, folder, 3 if options.quick else REPEATS),
+            token_scores_cost(policy, folder, repeats),
+            sft_step_vs_trl(policy, folder, repeats),
         ]
         for name in options.runs:
             rows += RUNS[name](policy, folder, options.seeds, options.quick)
@@ -80,6 +87,36 @@ def token_scores_cost(policy: Path, folder: Path, repeats: int) -> Row:
     torch.distributed.destroy_process_group()
     extra = [max(0.0, scored - plain) for scored, plain in zip(taken["scored"], taken["plain"], strict=True)]
     return Row("token_scores_cost", ratios(extra, taken["step"]), "of a step")
+
+
+def sft_step_vs_trl(policy: Path, folder: Path, repeats: int) -> Row:
+    """Tokens a second of a supervised step over those of TRL's SFTTrainer with packing: the same model and rows of
+    long-tailed lengths, all tokens trained, a step of each in turns. The first step of each is left out."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(128), 1, SFT_ROWS), 2, PACKED_TOKENS).astype(int)
+    rows = [rng.integers(3, 20, length).astype(np.int32) for length in lengths]
+    whole = [Conversation(row, np.arange(len(row)) > 0) for row in rows]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    config = supervised(policy, folder)
+    trainer, taken = Trainer(config, torch.device("cpu")), list[float]()
+
+    def step() -> None:
+        batch = TrainingBatch(trainer.step_count, [[as_sample(row, i, 0)] for i, row in enumerate(whole)])
+        taken.append(seconds(lambda: trainer.step(batch)))
+
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    theirs, their_tokens = supervised_steps(
+        model, [row.tolist() for row in rows], PACKED_TOKENS, repeats + 1, config.learner.lr, step
+    )
+    torch.distributed.destroy_process_group()
+    ours = [sum(map(len, rows)) / spent for spent in taken[1:]]
+    return Row("sft_step_vs_trl", ratios(ours, [their_tokens / spent for spent in theirs[1:]]), "")
+
+
+def supervised(policy: Path, folder: Path) -> Config:
+    learner = {"device": "cpu", "lr": 1e-4, "microbatch_tokens": PACKED_TOKENS}
+    tree = {"model": {"path": policy}, "data": {"path": "unused.jsonl"}, "run": {"dir": folder}, "learner": learner}
+    return Config.model_validate(tree | {"samples": {"every": 0}}).supervised()
 
 
 def handle(objective: Objective, batch: TrainingBatch) -> None:

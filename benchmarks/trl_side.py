@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer: whole runs on the quickstart's task, and single steps on responses that are given.
+"""TRL's GRPOTrainer: whole runs on the quickstart's task, and single steps on responses that are given; and single
+steps of its SFTTrainer.
 
     python benchmarks/trl_side.py SETTINGS.json LOG.jsonl
 
@@ -25,7 +26,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from april.learner.batch import TrainingBatch
 from april.workers.rewards.text import final_answer
@@ -100,6 +101,33 @@ def train_steps(
         )  # fmt: skip
         trainer.train()
     return stopwatch.seconds
+
+
+def supervised_steps(
+    model, rows: list[list[int]], row_tokens: int, steps: int, lr: float, between: Callable[[], None]
+) -> tuple[list[float], float]:
+    """Seconds of each of `steps` of SFTTrainer's optimizer steps on packed rows of token ids, all of them trained, and
+    the mean number of tokens in a step. A step has as many packed sequences of `row_tokens` as `rows` need, each a
+    micro-batch, which is what it computes fastest here."""
+    stopwatch, sequences = Stopwatch(between), -(-sum(map(len, rows)) // row_tokens)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w0"))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SFTTrainer(
+            model=model,
+            args=SFTConfig(
+                output_dir=folder, packing=True, max_length=row_tokens, per_device_train_batch_size=1,
+                gradient_accumulation_steps=sequences, max_steps=steps, learning_rate=lr,
+                lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False, report_to=[],
+                save_strategy="no", logging_strategy="no", disable_tqdm=True,
+                use_cpu=not torch.cuda.is_available(),
+            ),
+            train_dataset=Dataset.from_dict({"input_ids": rows * (steps + 1)}),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w0"),
+            callbacks=[stopwatch],
+        )  # fmt: skip
+        trainer.train()
+        lengths = list(map(len, trainer.train_dataset["input_ids"]))
+    return stopwatch.seconds, sequences * sum(lengths) / len(lengths)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

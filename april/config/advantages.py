@@ -50,7 +50,7 @@ def check_critic(config: Config, imported: bool = False) -> None:
                 f"is of a critic, which algorithm.advantage = {algorithm.advantage!r} does not ask for",
                 f"set algorithm.advantage = {with_critic}, or leave it out",
             )
-        if n < 2:
+        if n < 2 and not advantage_flag("takes_single_samples", algorithm, imported):
             refuse(
                 "schedule.n_samples_per_prompt",
                 n,

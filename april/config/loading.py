@@ -278,13 +278,14 @@ def load(
     own_parts: Collection[str] = tuple(REGISTRIES),
     fetch: Fetch | None = None,
     resumed: bool = True,
+    supervised: bool = False,
 ) -> Config:
     """Read TOML files, later ones over earlier ones, apply `--section.key value` overrides, validate, and check that
     parts fit together. `inputs`: which of "model" and "data" must exist. Paths become absolute. Raises ConfigError.
 
     `own_parts`: keys that name parts; the user's own are imported, and the keys that they declare are checked. `fetch`:
     resolves the names of a hub, as a launcher of parts does; without it only the hub's cache is asked. `resumed`: use
-    the commits of the run folder of this name, if there is one.
+    the commits of the run folder of this name, if there is one. `supervised`: as `april sft` trains it.
     """
     tree = read_tree(path, overrides)
     config = validate(tree, own_parts)
@@ -293,6 +294,7 @@ def load(
             take_recorded_commits(named, config.run_dir / "config.toml", Config)
         (fetch or from_cache(inputs))(named)
         config = validate(tree, own_parts)
+    config = config.supervised() if supervised else config
     check(config, inputs)
     return config
 

@@ -9,6 +9,9 @@ from pydantic import Field, PlainSerializer, WrapValidator
 from april.config.section import AUTO, CONTEXT_TOKENS, Section
 from april.wire.limits import MAX_TOP_K
 
+MOST_STEPS = 10**9
+"""Most batches of a run."""
+
 
 def or_auto(value: Any, validate: Callable[[Any], int | None]) -> Any:
     return AUTO if value == AUTO else validate(value)
@@ -59,7 +62,7 @@ class ScheduleSection(Section):
         description="S: largest age of a trained token (policy steps). A high value admits older tokens; a low one "
         "makes workers wait, and limits N' and in_flight.",
     )
-    max_steps: int = Field(100, ge=1, le=10**9, description="Batches to train, after which the run ends.")
+    max_steps: int = Field(100, ge=1, le=MOST_STEPS, description="Batches to train, after which the run ends.")
     last_batch: Literal["train", "drop"] = Field(
         "train",
         description="What happens to the last batch where prompts run out before it is full: train makes a smaller "

@@ -14,8 +14,9 @@ from april.config.data import Commit, DataSection, EvaluationSection, Evaluation
 from april.config.learner import LearnerSection, SamplesSection
 from april.config.presets import fill_preset
 from april.config.rewards import RewardSection
-from april.config.schedule import SamplingSection, ScheduleSection
+from april.config.schedule import MOST_STEPS, SamplingSection, ScheduleSection
 from april.config.section import AUTO, HUB_NAME, HubSection, Section
+from april.config.sft import SftSection
 from april.config.training import AlgorithmSection, CriticSection, LoraSection
 from april.config.workers import (
     AgentSection,
@@ -105,6 +106,7 @@ class Config(Section):
     critic: CriticSection = CriticSection()
     learner: LearnerSection = LearnerSection()
     lora: LoraSection = LoraSection()
+    sft: SftSection = SftSection()
     samples: SamplesSection = SamplesSection()
     broker: BrokerSection = BrokerSection()
     weights: WeightsSection = WeightsSection()
@@ -232,6 +234,40 @@ class Config(Section):
         context = self.context_tokens
         room = self.data.max_prompt_tokens if context is None else context - self.sampling.max_response_tokens
         return min(self.data.max_prompt_tokens, room)
+
+    def supervised(self) -> "Config":
+        """The configuration by which `april sft` trains the same model and data: each row is a group of one sample with
+        the advantage 1, the loss is the cross-entropy at temperature 1, and nothing is generated or kept as a sample.
+        With `data.epochs`, `schedule.max_steps` bounds the run only if it was given."""
+        sft, algorithm = self.sft, self.algorithm
+        whole_rows = sft.max_tokens if algorithm.normalisation == "constant" else None
+        by_epochs = self.data.epochs and "max_steps" not in self.schedule.model_fields_set
+        schedule = ScheduleSection(
+            rollout_batch_size=sft.batch_size,
+            n_samples_per_prompt=1,
+            max_steps=MOST_STEPS if by_epochs else self.schedule.max_steps,
+            last_batch=self.schedule.last_batch,
+        )
+        return self.model_copy(
+            update={
+                "algorithm": AlgorithmSection(
+                    advantage="no_baseline", loss="cross_entropy", corrections=(), behaviour_coef=0.0,
+                    normalisation=algorithm.normalisation, constant_tokens=algorithm.constant_tokens or whole_rows,
+                ),
+                "schedule": schedule,
+                "sampling": SamplingSection(max_response_tokens=1),
+                "critic": CriticSection(),
+                "samples": self.samples.model_copy(update={"every": 0}),
+                "teacher": {},
+                "reward": RewardSection(),
+                "environment": EnvironmentSection(),
+                "agent": AgentSection(),
+                "engine": EngineSection(),
+                "worker": WorkerSection(count=1, device="cpu", engine="transformers"),  # it takes all that trains
+                "weights": WeightsSection(),
+                "devices": self.devices.model_copy(update={"share": False}),
+            }
+        )  # fmt: skip
 
     def part_names(self, key: str) -> list[str]:
         """Names of the parts that a key (section.field) refers to: none for an empty value, several for a list."""

@@ -24,7 +24,7 @@ class AlgorithmSection(Section):
         description="Advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, pass_at_k "
         "(sets of pass_k responses), gdpo (the parts of the reward, each apart), opob (VCPO's baseline, with a "
         "backward pass for each response), gae (with a critic, a second model of the policy's size), no_reward (0, for "
-        "distillation alone), or yours as package.module:function.",
+        "distillation alone), no_baseline (the reward itself), or yours as package.module:function.",
     )
     pass_k: int = Field(
         4,
@@ -61,7 +61,8 @@ class AlgorithmSection(Section):
     loss: str = Field(
         "ppo",
         description="Policy loss: ppo (clips each token's ratio), gspo (one ratio per sequence), gspo_token, cispo, "
-        "bapo (adds a forward pass of the batch to each step), or yours as package.module:function.",
+        "bapo (adds a forward pass of the batch to each step), cross_entropy (no ratio), or yours as "
+        "package.module:function.",
     )
     clip_low: float = Field(
         0.2,

@@ -11,9 +11,9 @@ import tempfile
 import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from os import SEEK_END
 from pathlib import Path
@@ -129,7 +129,7 @@ class Dataset:
             self.with_images += bool(row.images)
             self._file.write(record)
             self._ends.append(self._end + len(record))
-            self._digest.update(encoder.encode((row.prompt, row.label, row.reward)))  # it names images by content
+            self._digest.update(encoder.encode((row.prompt, row.label, row.reward, *row.tools)))  # images by content
             self.blank_labels += not row.label.strip()
             if row.reward:
                 self.rewards.add(row.reward)
@@ -184,15 +184,9 @@ def load_dataset(
     ones. Raises ConfigError for an unreadable or empty source, or a bad row if `data.bad_rows` is "stop"."""
     dataset = Dataset(data.shuffle)
     for source in sources:
-        before = len(dataset)
-        dataset.add_source(read_source_rows(source, data, dataset, limit, allowed), source.weight)
-        if len(dataset) == before:
-            mend = "write one JSON object with prompt and label on each line"
-            if dataset.bad_rows:
-                mend = f"mend them, or the keys that name their parts; {dataset.bad_rows} were skipped"
-            raise ConfigError(f"dataset {source.path} has no rows; {mend}")
-    if dataset.bad_rows:
-        log.warning("%d bad rows skipped, %d rows left", dataset.bad_rows, len(dataset))
+        mapping = mapping_of(source)
+        make = partial(row_of, mapping=mapping, source=source, data=data, dataset=dataset, allowed=allowed)
+        add_rows(dataset, source, data, limit, mapping.columns, make)
     if dataset.blank_labels:
         log.warning(
             "%d of %d rows have a blank label; most verifiers refuse it when they score",
@@ -202,16 +196,44 @@ def load_dataset(
     return dataset
 
 
+def add_rows(
+    dataset: Dataset,
+    source: SourceSection,
+    data: DataSection,
+    limit: int | None,
+    columns: set[str],
+    make: Callable[[Any], DatasetRow],
+) -> None:
+    """Add the rows of a source, or the first `limit` of them, to a dataset. Raises ConfigError as `load_dataset` does.
+
+    `columns`: top-level fields of its records that are read, all if empty; `make`: makes a row of a record, and raises
+    BadRow.
+    """
+    before, bad = len(dataset), dataset.bad_rows
+    dataset.add_source(read_source_rows(dataset, source, data, limit, columns, make), source.weight)
+    if len(dataset) == before:
+        mend = "write one JSON object for each row"
+        if dataset.bad_rows > bad:
+            mend = f"mend them, or the keys that name their parts; {dataset.bad_rows - bad} were skipped"
+        raise ConfigError(f"dataset {source.path} has no rows; {mend}")
+    if dataset.bad_rows > bad:
+        log.warning("%d bad rows skipped, %d rows left", dataset.bad_rows - bad, len(dataset) - before)
+
+
 def read_source_rows(
-    source: SourceSection, data: DataSection, dataset: Dataset, limit: int | None, allowed: Collection[str]
+    dataset: Dataset,
+    source: SourceSection,
+    data: DataSection,
+    limit: int | None,
+    columns: set[str],
+    make: Callable[[Any], DatasetRow],
 ) -> Iterable[DatasetRow]:
-    mapping, made = mapping_of(source), 0
-    for where, record in read_records(data_files(source), mapping.columns):
+    made = 0
+    for where, record in read_records(data_files(source), columns):
         if made == limit:
             return
         try:
-            row = row_of(record, mapping, source, data, allowed)
-            row = with_images(row, find_images(record, mapping), data.prompt_as, folder_of(source), dataset.keep_image)
+            row = make(record)
         except BadRow as error:
             if data.bad_rows == "stop":
                 raise ConfigError(f"{where}: {error}") from None
@@ -224,13 +246,22 @@ def read_source_rows(
 
 
 def row_of(
-    record: Any, mapping: Mapping, source: SourceSection, data: DataSection, allowed: Collection[str]
+    record: Any,
+    mapping: Mapping,
+    source: SourceSection,
+    data: DataSection,
+    dataset: Dataset,
+    allowed: Collection[str],
 ) -> DatasetRow:
+    row = make_row(given_record(record, source), mapping, source.reward, data.prompt_as, allowed)
+    return with_images(row, find_images(record, mapping), data.prompt_as, folder_of(source), dataset.keep_image)
+
+
+def given_record(record: Any, source: SourceSection) -> Any:
+    """A record as it was read, or as the user's own mapping gives it. Raises BadRow."""
     if isinstance(record, BadRow):
         raise record
-    if source.mapping and is_own_mapping(source.mapping):
-        record = mapped(record, source.mapping)
-    return make_row(record, mapping, source.reward, data.prompt_as, allowed)
+    return mapped(record, source.mapping) if source.mapping and is_own_mapping(source.mapping) else record
 
 
 def folder_of(source: SourceSection) -> Path:

@@ -47,6 +47,8 @@ class DatasetRow(msgspec.Struct, array_like=True, frozen=True):
     """Name of the verifier that scores responses to this row; None: the run's default verifier."""
     images: tuple[RowImage, ...] = ()
     """Images of the prompt in order; a part of a message names each by its `source`."""
+    tools: tuple[dict, ...] = ()
+    """JSON schemas of the tools that the chat template prints."""
 
 
 def make_row(

@@ -71,10 +71,13 @@ class Tokenizer:
         `images`: number of tokens of each image of the prompt, in order; each image's placeholder is repeated as often.
         Raises BadRow, also for a token that the model has no embedding for.
         """
-        ids = self._expanded(self.encode_prompt(prompt, **options), images)
+        return self.known(self._expanded(self.encode_prompt(prompt, **options), images), prompt)
+
+    def known(self, ids: np.ndarray, of: Any) -> np.ndarray:
+        """Token ids, int32 [P], as they are; raises BadRow for a token of `of` that the model has no embedding for."""
         if self._embeddings and len(ids) and (beyond := int(ids.max())) >= self._embeddings:
             raise BadRow(
-                f"token {self.inner.convert_ids_to_tokens(beyond)!r} of {excerpt(prompt)} has id {beyond}, and the "
+                f"token {self.inner.convert_ids_to_tokens(beyond)!r} of {excerpt(of)} has id {beyond}, and the "
                 f"model only {self._embeddings} embeddings: resize the model, or take the tokeniser that belongs to it"
             )
         return ids

@@ -5,54 +5,21 @@ by torchrun exit at once. April's launcher restarts no rank that refused.
 """
 
 import argparse
-import contextlib
 import logging
-import os
 import sys
 from functools import partial
 
 from april import config as configuration
-from april.learner.launch import RESTARTS
+from april.learner.rank import run_rank
 from april.util.files import keep_private
-from april.util.lifetime import REFUSED, die_with_parent, exit_at_once
 from april.util.logs import log_to_stderr
 from april.util.registry import REGISTRIES, add_import_folders
-from april.util.time_sharing import TimeSliceLate
 from april.wire.security.keys import load_keys
-from april.wire.sockets.broker import AccessDenied, BrokerRefused, BrokerUnreachable
 
 log = logging.getLogger(__name__)
 
-# --- refusals across restarts -----------------------------------------------------------------------------------------
-
 LEARNER_PARTS = [key for key in REGISTRIES if key.startswith(("learner.", "algorithm.", "weights."))]
 """Configuration keys that name parts which the learner imports."""
-REFUSED_KEY = "april/refused"
-STORE_TIMEOUT_S = 10
-
-
-def remember_refusal() -> None:
-    """Record in torchrun's store that this rank refused to train, so that ranks restarted by torchrun exit at once."""
-    if is_under_torchrun():
-        with contextlib.suppress(RuntimeError):
-            torchrun_store().set(REFUSED_KEY, "")
-
-
-def refusal_is_remembered() -> bool:
-    return is_under_torchrun() and int(os.environ[RESTARTS]) > 0 and torchrun_store().check([REFUSED_KEY])
-
-
-def is_under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def torchrun_store():
-    from april.weights import channel
-
-    return channel.connect_to_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), STORE_TIMEOUT_S)
-
-
-# --- the rank ---------------------------------------------------------------------------------------------------------
 
 HELP = """Trains batches from the broker and publishes the weights to the workers.
 Rank 0 talks to the broker and to the workers; all ranks share the step. A run that has checkpoints goes on
@@ -80,48 +47,7 @@ def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
 
 
 def main(arguments: list[str]) -> int:
-    die_with_parent()
-    if refusal_is_remembered():
-        return REFUSED
-    try:
-        config, connect = read_arguments(arguments)
-    except configuration.ConfigError as error:
-        print(f"april.learner: {error}", file=sys.stderr)
-        status = REFUSED
-    except TimeoutError as error:
-        print(f"april.learner: {error}", file=sys.stderr)
-        status = 1
-    else:
-        status = status_of_training(config, connect)
-    if status == REFUSED:
-        remember_refusal()
-    exit_at_once(status)
-
-
-def status_of_training(config: configuration.Config, address: str) -> int:
-    """Train; returns the exit status: 0, REFUSED for errors that a restart cannot fix, otherwise 1."""
-    from april.learner.attention import PackedAttentionError
-    from april.learner.loading import ModelError
-    from april.learner.loop import Diverged
-
-    try:
-        train(config, address)
-    except (
-        configuration.ConfigError,
-        BrokerUnreachable,
-        BrokerRefused,
-        Diverged,
-        ModelError,
-        PackedAttentionError,
-        TimeSliceLate,
-    ) as error:
-        print(f"april.learner: {error}", file=sys.stderr)
-        passes = isinstance(error, (BrokerUnreachable, TimeSliceLate)) and not isinstance(error, AccessDenied)
-        return 1 if passes else REFUSED
-    except Exception:
-        log.exception("the learner cannot go on")
-        return 1
-    return 0
+    return run_rank("april.learner", lambda: read_arguments(arguments), train)
 
 
 def train(config: configuration.Config, address: str) -> None:

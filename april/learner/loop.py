@@ -7,6 +7,7 @@ checkpoint.
 import logging
 import time
 from pathlib import Path
+from typing import Protocol
 
 import orjson
 import torch
@@ -33,6 +34,16 @@ class Diverged(RuntimeError):
     """`learner.max_nonfinite` batches in a row had a loss or gradient that is not finite."""
 
 
+class Publication(Protocol):
+    """What happens to the weights of a new step, beginning with those that a run starts from."""
+
+    def publish(self) -> dict[str, float]:
+        """Begin with the trainer's current weights; returns metrics, in seconds. Collective."""
+
+    def finish(self) -> dict[str, float]:
+        """Wait until it is done; returns metrics."""
+
+
 def run(
     config: Config,
     trainer: Trainer,
@@ -40,6 +51,7 @@ def run(
     publisher: Publisher | None,
     time_slice: TimeSlice | None = None,
     divided: DividedSending | None = None,
+    publication: Publication | None = None,
 ) -> None:
     """Train until `source.fetch` returns None. Collective; `source` and `publisher` are None except on rank 0.
 
@@ -52,7 +64,7 @@ def run(
 
     `time_slice` is the learner's share of an accelerator that it shares with engines, already acquired; it is released
     while the learner waits for a batch. `divided`: the ranks as senders of a part of the weights each; None: rank 0
-    sends all.
+    sends all. `publication`: what happens to new weights; None: they are sent to workers by `publisher`.
 
     While rank 0 waits for the broker or writes the last files, the other ranks wait for it in a process group with a
     timeout of days, not in the collectives of the next step.
@@ -67,7 +79,8 @@ def run(
     retain_best(trainer, source)
     check = divided.check if divided else lambda: None
     prefetcher = BatchPrefetcher(source, prefetch_group, trainer.prepare, check)
-    publication = WeightPublication(trainer, WeightSender(publisher, incarnation, frontier), divided)
+    if publication is None:
+        publication = WeightPublication(trainer, WeightSender(publisher, incarnation, frontier), divided)
     nonfinite_in_a_row = 0
     prefetcher.request(trainer.step_count)
     publication.publish()

@@ -6,7 +6,7 @@ from subprocess import PIPE
 import pytest
 
 from april import config as configuration
-from april.learner import __main__ as learner
+from april.learner import rank
 from april.learner.attention import PackedAttentionError
 from april.learner.loading import ModelError
 from april.learner.loop import Diverged
@@ -27,12 +27,11 @@ from tests.support.warm_imports import Popen
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_errors_that_a_restart_cannot_fix_end_the_run_and_others_are_retried(error, status, monkeypatch):
-    def train(config, address):
+def test_errors_that_a_restart_cannot_fix_end_the_run_and_others_are_retried(error, status):
+    def train(address):
         raise error
 
-    monkeypatch.setattr(learner, "train", train)
-    assert learner.status_of_training(None, "tcp://127.0.0.1:1") == status
+    assert rank.status_of_training("april.learner", train, "tcp://127.0.0.1:1") == status
 
 
 def test_torchrun_does_not_retry_a_refusal(tmp_path):

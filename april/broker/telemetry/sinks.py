@@ -100,7 +100,7 @@ def step_metrics(record: dict[str, Any]) -> dict[str, float]:
     return figures | {f"alarms/{alarm['name']}": 1.0 for alarm in record.get("alarms", ())}
 
 
-SCORES = ("accuracy", "reward", "mean_at_k", "pass_at_k")
+SCORES = ("accuracy", "reward", "mean_at_k", "pass_at_k", "loss")
 
 
 def evaluation_metrics(result: dict[str, Any]) -> dict[str, float]:

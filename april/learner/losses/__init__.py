@@ -17,7 +17,7 @@ LOSSES = Registry(
     "algorithm.loss",
     "loss",
     {name: f"april.learner.losses.policy:{name}" for name in ("ppo", "gspo", "gspo_token", "cispo")}
-    | {"bapo": "april.learner.losses.policy:bapo"},
+    | {name: f"april.learner.losses.policy:{name}" for name in ("bapo", "cross_entropy")},
 )
 CORRECTIONS = Registry(
     "algorithm.corrections",
@@ -38,7 +38,8 @@ ADVANTAGES = Registry(
     | {"gae": "april.learner.losses.gae:gae", "opob": "april.learner.losses.advantages:opob"}
     | {"pass_at_k": "april.learner.losses.pass_at_k:pass_at_k"}
     | {"gdpo": "april.learner.losses.gdpo:gdpo"}
-    | {"no_reward": "april.learner.losses.distillation:no_reward"},
+    | {"no_reward": "april.learner.losses.distillation:no_reward"}
+    | {"no_baseline": "april.learner.losses.advantages:no_baseline"},
 )
 """Advantage estimators. By default they take the rewards, group by group (`advantages`); an estimator with the
 attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms` also the gradient norm of each response

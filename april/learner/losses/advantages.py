@@ -2,7 +2,8 @@
 
 Every estimator is a function (rewards, lengths) -> advantages over lists with one float64 [n] tensor per group of n
 responses; `lengths` are response tokens. A group (for the batch-wide estimators: a batch) whose rewards have no spread
-(`april.data.groups`) gets zeros. `advantages` runs an estimator and sets rounding errors to 0. This module imports
+(`april.data.groups`) gets zeros. An estimator that compares nothing, and so takes groups of one, has the attribute
+`takes_single_samples`. `advantages` runs an estimator and sets rounding errors to 0. This module imports
 without torch, so that any machine can check a configuration.
 """
 
@@ -41,6 +42,18 @@ def grpo(rewards: Groups, lengths: Groups) -> Groups:
     "DeepSeekMath", arXiv 2402.03300, section 4.1.2.
     """
     return [centred(group) / group.std() if has_spread(group) else group.new_zeros(len(group)) for group in rewards]
+
+
+def no_baseline(rewards: Groups, lengths: Groups) -> Groups:
+    """A_i = r_i: the reward itself, without a baseline.
+
+    REINFORCE (Williams 1992). With rewards of 0 and 1 and the loss `cross_entropy` it is fine-tuning on the samples
+    that passed: RAFT, arXiv 2304.06767.
+    """
+    return rewards
+
+
+no_baseline.takes_single_samples = True  # type: ignore[attr-defined]
 
 
 def dr_grpo(rewards: Groups, lengths: Groups) -> Groups:

@@ -84,6 +84,14 @@ def cispo(
     return -weight * advantages * logprobs, weight != ratio
 
 
+def cross_entropy(
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, spans: Spans, clip: Clip
+) -> tuple[Tensor, Tensor]:
+    """L = -A log pi, without a ratio: with A = 1 the cross-entropy of supervised training, with another advantage the
+    policy gradient of REINFORCE (Williams 1992). No token is clipped."""
+    return -advantages * logprobs, advantages.new_zeros(advantages.shape).bool()
+
+
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate loss of any ratio, and whether a bound removed the gradient; all [K]."""
     surrogate = ratio * advantages

@@ -14,6 +14,7 @@ from april.observe.dashboard.index import SampleIndex
 from april.observe.dashboard.run_page import last_evaluation
 from april.observe.dashboard.steps import Steps
 from april.observe.operate import RunAddress
+from april.observe.report.facts import measure_of
 from april.observe.report.run_folder import RunFolder, dig, read_summary
 from april.observe.report.timeline import waiting_for
 from april.util import resources
@@ -207,6 +208,7 @@ class Runs:
         evaluated = RunFolder(path, "", config, [], summary)
         comparable = evaluated.evaluation_sets[-1] if evaluated.evaluation else []
         scores = [score for point in comparable if (score := held_out_score(point)[1]) is not None]
+        best = min if measure_of(comparable) == "loss" else max
         return {
             "name": name,
             "views": VIEWS,
@@ -215,7 +217,7 @@ class Runs:
             "max_steps": summary.get("max_steps") or dig(config, "schedule", "max_steps"),
             "reward": dig(summary, "reward", "last3"),
             "held_out": last_evaluation(evaluated),
-            "best_held_out": max(scores, default=None),
+            "best_held_out": best(scores, default=None),
             "wall_s": summary.get("wall_s"),
             "kind": dig(config, "schedule", "kind"),
             "model": dig(config, "model", "path"),

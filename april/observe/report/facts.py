@@ -82,7 +82,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     rows = [
         ("failed because", run.summary.get("failure") or ""),
         ("steps", steps(run)),
-        ("reward, first → last 3", reward(run)),
+        ("reward, first → last 3", first_to_last_3(run, "reward")),
+        ("loss, first → last 3", first_to_last_3(run, "loss")),
         (f"held-out {measure_of(run.evaluation)}, first → last", "" if run.named_evaluations else accuracy(run)),
         *(
             (f"{measure_of(points)}, {name}", first_to_last_of(points))
@@ -121,8 +122,9 @@ def max_steps(run: RunFolder) -> int | None:
     return run.summary.get("max_steps") or dig(run.config, "schedule", "max_steps")
 
 
-def reward(run: RunFolder) -> str:
-    return first_to_last(dig(run.summary, "reward", "first"), dig(run.summary, "reward", "last3"))
+def first_to_last_3(run: RunFolder, figure: str) -> str:
+    """A figure of the first step and its mean over the last three, as summary.json has them."""
+    return first_to_last(dig(run.summary, figure, "first"), dig(run.summary, figure, "last3"))
 
 
 def first_to_last(first: float | None, last: float | None) -> str:

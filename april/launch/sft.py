@@ -1,0 +1,233 @@
+"""`april sft`: the checks of a supervised run before it starts, and the processes of its learner on this machine."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from april.broker.journal.files import journal_folder
+from april.broker.telemetry.metrics_file import parse_line
+from april.broker.telemetry.recorder import read_summary
+from april.config import Config
+from april.config.checks import check_model
+from april.config.stored import is_step
+from april.data.rows import BadRow
+from april.launch import TARGETS
+from april.launch.check import (
+    Findings,
+    check_devices,
+    check_learner_parts,
+    check_models,
+    check_room,
+    check_sinks,
+    check_source,
+    check_store,
+    check_weights,
+    installed_backend,
+    is_plain,
+    try_apart,
+)
+from april.launch.dry_run import count_of, describe_model, describe_training
+from april.launch.memory import adapter_parameters, read_shape
+from april.launch.row_checks import length_range, located
+from april.launch.supervisor import Part, RunFailed
+from april.sft.source import STOP_FILE, ConversationBook
+from april.util.errors import refuse
+from april.util.files import has_weights, replace_file
+from april.util.lifetime import REFUSED, stop_signals, was_interrupted
+from april.util.registry import python_command
+from april.util.versions import RUN_FOLDER
+
+POLL_S = 0.2
+FIRST_ROWS_S = 10.0
+"""Time for looking at rows when a run starts, seconds; a dry run looks at all."""
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def examine_sft(config: Config, devices: Sequence[str], everything: bool) -> Findings:
+    """Make all checks of a supervised run. `devices`: names of the accelerators; `everything`: look at all rows,
+    however long that takes."""
+    found = Findings()
+    run_check, shape = found.run_check, read_shape(config.model.path)
+    if run_check(check_model, config):
+        folder = config.model.path
+        weighed = (config.model.commit and not has_weights(folder)) or run_check(check_weights, folder)
+        if weighed and not is_plain(config):
+            try_apart(check_models, config, found, f"whether {folder} can be trained")
+    for source in config.sources:
+        run_check(check_source, source)
+    readable = not found.errors
+    run_check(check_learner_parts, config)
+    found.facts["installed"] = run_check(installed_backend, config) or ""
+    run_check(check_sinks, config.operations.sinks)
+    run_check(TARGETS.find, config.run.target)
+    run_check(check_devices, config, devices)
+    parameters = shape.parameters if shape else 0
+    trained = run_check(adapter_parameters, config) if readable and config.lora.is_set else parameters
+    found.facts["disk"] = run_check(check_room, config, trained or 0) or ""
+    found.facts["store"] = run_check(check_store, config) or ""
+    book = run_check(ConversationBook, config) if readable else None
+    if book:
+        inspect_conversations(config, book, found, math.inf if everything else FIRST_ROWS_S)
+    return found
+
+
+def inspect_conversations(config: Config, book: ConversationBook, found: Findings, patience_s: float) -> None:
+    """Make tokens of held-out rows and of training rows, for `patience_s` seconds; records facts about them, those that
+    are left out, and an error for the first that cannot be trained."""
+    found.run_check(book.held_out_batch)
+    deadline, lengths, trained = time.monotonic() + patience_s, list[int](), 0
+    too_long, refused = list[str](), list[str]()
+    for where, row in located(book.rows, config.data.train_sources, range(len(book.rows))):
+        if time.monotonic() > deadline:
+            break
+        try:
+            conversation = book.encoder.encode(row)
+        except BadRow as error:
+            refused.append(f"{where}: {error}")
+            continue
+        lengths.append(len(conversation.tokens))
+        trained += int(conversation.is_trained.sum())
+        if lengths[-1] > book.max_tokens:
+            too_long.append(where)
+    looked_at = len(lengths) + len(refused)
+    if refused and (config.data.bad_rows == "stop" or len(refused) == looked_at):
+        found.errors.append(
+            f"{refused[0]} ({len(refused)} of {looked_at} rows cannot be trained; mend them, or leave them out with "
+            "data.bad_rows = 'skip')"
+        )
+    elif refused:
+        found.warnings.append(f"{len(refused)} of {looked_at} rows are left out; the first is {refused[0]}")
+    if too_long:
+        found.warnings.append(
+            f"{len(too_long)} of {looked_at} rows are left out, the first {too_long[0]}: they have more than "
+            f"{book.max_tokens} tokens; raise sft.max_tokens if the model's context has room"
+        )
+    if lengths and len(too_long) == len(lengths):
+        source = config.data.train_sources[0].named()
+        found.errors.append(f"no row of {source} has at most {book.max_tokens} tokens; raise sft.max_tokens")
+    if lengths:
+        held_out = sum(map(len, book.held_out.values()))
+        also = f" and {held_out:,} held out" if held_out else ""
+        found.facts["rows"] = (
+            f"{len(book.rows):,} rows{also}; {length_range(lengths)} in the {looked_at:,} looked at, of which "
+            f"{trained / sum(lengths):.0%} are trained; {book.max_tokens:,} at most"
+        )
+    if not book.steps:
+        refused_batch = f"{book.positions} rows in all epochs make no batch of sft.batch_size = {config.sft.batch_size}"
+        found.errors.append(f"{refused_batch}; lower it, or set schedule.last_batch = 'train'")
+    found.facts["steps"] = f"{book.steps:,} of {config.sft.batch_size} rows, {book.rows_per_epoch:,} rows an epoch"
+
+
+def describe_sft(config: Config) -> str:
+    """Lines about what a supervised run would train, before its findings."""
+    shape, section = read_shape(config.model.path), config.learner
+    lines = {
+        "run": f"{config.run_dir}, seed {config.seed}",
+        "model": describe_model(config, shape),
+        "data": ", ".join(source.named() for source in config.data.train_sources),
+        "held out": ", ".join(each.source.named() for each in config.evaluation_sets) or "none",
+        "trains": "what the assistant says" if config.sft.train_on == "assistant" else "all tokens",
+        "learner": f"{section.ranks} ranks; {describe_training(config, shape)}",
+    }
+    return "\n".join(f"{label:11}{text}" for label, text in lines.items())
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def check_sft_resume(config: Config) -> None:
+    """Raises ConfigError unless the run folder is that of a supervised run."""
+    if journal_folder(config.run_dir).is_dir():
+        refuse("run.name", config.run.name, "names a run of `april run`", "resume it with that")
+    if not (config.run_dir / "config.toml").is_file():
+        refuse("run.name", config.run.name, f"names no run in {config.run.dir} to resume", "give one that does")
+    RUN_FOLDER.check(config.run_dir)
+
+
+class SftRun:
+    """The learner of a supervised run in its folder, from its start to its end.
+
+    state = SftRun(config, devices, print).run()      # "finished" or "stopped"; raises RunFailed
+    """
+
+    def __init__(self, config: Config, devices: Sequence[str], say: Callable[[str], None]):
+        """`devices`: accelerators of the learner; `say` shows a line."""
+        self.config, self.say, self.run_dir = config, say, config.run_dir
+        self.metrics = self.run_dir / "metrics.jsonl"
+        section, log = config.learner, self.run_dir / "logs/learner.log"
+        ranks = ["--nproc-per-node", str(section.ranks), "--max-restarts", str(section.max_restarts)]
+        program = ["-m", "april.sft", str(self.run_dir / "config.toml")]
+        command = python_command("-m", "april.learner.launch", *ranks, *program)
+        self.part = Part(
+            TARGETS.find(config.run.target)(), "learner", command, log, section.threads, 0, section.hung_s,
+            section.load_s, devices,
+        )  # fmt: skip
+        self._stops = 0
+        self._shown = self.metrics.stat().st_size if self.metrics.exists() else 0
+
+    def run(self) -> str:
+        self.part.log.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self.run_dir / "config.toml", self.config.to_toml().encode())
+        (self.run_dir / STOP_FILE).unlink(missing_ok=True)
+        previous = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
+        try:
+            if was_interrupted():
+                self._on_signal()
+            self.part.start()
+            self.say(f"the learner starts; its log is {self.part.log}")
+            while self.part.status is None and self._stops < 2:
+                self._show()
+                self.part.wait(POLL_S)
+            self._show()
+        finally:
+            self.part.kill()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if self._stops < 2 and self.part.status:
+            why = (
+                "refuses to work" if self.part.status == REFUSED else "has ended; --resume goes on from its checkpoint"
+            )
+            raise RunFailed(f"the learner {why}:\n{self.part.last_lines()}")
+        return "stopped" if self._stops > 1 else str(read_summary(self.run_dir / "summary.json").get("state"))
+
+    def _on_signal(self, *_: Any) -> None:
+        """Ask the learner to end after its batch, with a checkpoint; a second time, end it at once."""
+        self._stops += 1
+        (self.run_dir / STOP_FILE).touch()
+
+    def _show(self) -> None:
+        """Show the new lines of metrics.jsonl; it is cut where a learner goes on from a checkpoint."""
+        if not self.metrics.exists():
+            return
+        self._shown = min(self._shown, self.metrics.stat().st_size)
+        with self.metrics.open("rb") as file:
+            file.seek(self._shown)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._shown += len(line)
+                if record := parse_line(line):
+                    self.say(describe_line(record))
+
+
+def describe_line(record: dict[str, Any]) -> str:
+    """A line of metrics.jsonl of a supervised run, for people."""
+    if is_step(record):
+        speed = f", {record['tokens_per_s']:,.0f} tokens/s" if record.get("tokens_per_s") else ""
+        return (
+            f"step {record['step']}: loss {record['learner']['loss']:.4f}, {count_of(record['tokens'])} tokens{speed}"
+        )
+    found = record["evaluation"]
+    sets = found.get("sets") or {found.get("set", "held out"): found}
+    scores = ", ".join(f"{name} {scored['loss']:.4f} on {scored['prompts']} rows" for name, scored in sets.items())
+    return f"held-out loss at step {record['step']}: {scores}"
+
+
+def policy_folders(config: Config) -> list[Path]:
+    """The exported models of a finished run."""
+    exported = (config.exported_policy, config.exported_adapter, config.exported_best)
+    return [folder for folder in exported if folder.is_dir()]

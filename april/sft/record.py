@@ -1,0 +1,119 @@
+"""Records a supervised run: a line in metrics.jsonl for each step and evaluation, and summary.json, rewritten after
+each, in the form of other runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from april.broker.telemetry.metrics_file import MetricsFile, read_lines
+from april.broker.telemetry.recorder import read_summary
+from april.broker.telemetry.sinks import Sinks
+from april.config import Config
+from april.config.stored import is_step
+from april.util import clock
+from april.util.files import replace_file
+
+LEARNER_METRICS = {
+    "loss", "trained_tokens", "entropy", "grad_norm", "lr", "micro_batches", "optimizer_steps", "update_skipped",
+    "nonfinite", "tflop_per_s", "mfu", "checkpoint_store_retries",
+}  # fmt: skip
+"""Metrics of the learner that mean something without a policy that has sampled the tokens; seconds are kept too."""
+LAST_STEPS = 3
+"""Number of newest steps whose mean loss summary.json shows."""
+
+
+class SftRecord:
+    """Writes the metrics of a run, from the checkpoint that it goes on from: lines of later steps are removed, as these
+    are trained again."""
+
+    def __init__(self, config: Config, checkpoint_step: int, steps: int, counts: Callable[[], dict[str, int]]):
+        """`steps`: batches in the run; `counts`: how many rows there are and were left out."""
+        self.run, self.run_dir, self.steps, self.counts = config.run.name, config.run_dir, steps, counts
+        path = self.run_dir / "metrics.jsonl"
+        self._file = MetricsFile(path, checkpoint_step, -1)
+        records = [record for record, _ in read_lines(path, checkpoint_step)]
+        self.losses: list[float] = [record["learner"]["loss"] for record in records if is_step(record)]
+        """Loss of each step."""
+        self.tokens = sum(record["tokens"] for record in records if is_step(record))
+        """Trained tokens so far."""
+        self.evaluations: dict[int, dict[str, Any]] = {
+            record["step"]: {"step": record["step"], "time": record["time"], **record["evaluation"]}
+            for record in records
+            if not is_step(record)
+        }
+        self._sinks = Sinks(config.operations.sinks, self.run_dir)
+        self._started, self._wall_before_s = (
+            clock.now(),
+            read_summary(self.run_dir / "summary.json").get("wall_s") or 0.0,
+        )
+        self._write_summary("running")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the batch that has led to weights `step`."""
+        learner = {name: value for name, value in metrics.items() if name in LEARNER_METRICS or name.endswith("_s")}
+        tokens, took_s = int(metrics["tokens"]), metrics["train_s"] + metrics["wait_s"]
+        line: dict[str, Any] = {
+            "step": step,
+            "time": round(clock.now(), 3),
+            "reward": None,
+            "samples": int(metrics["samples"]),
+            "tokens": tokens,
+            "tokens_per_s": round(tokens / took_s, 1) if took_s else None,
+            "rollout_s": 0.0,
+            "rollout_tokens": 0,
+            "staleness": {"tokens_by_age": {}},
+            "learner": learner,
+            "alarms": [],
+        }
+        self._append(line)
+        self.losses.append(metrics["loss"])
+        self.tokens += tokens
+        self._sinks.step(line)
+        self._write_summary("running")
+
+    def evaluated(self, step: int, sets: dict[str, dict[str, float]]) -> None:
+        """Record the figures of held-out rows, by the name of their set, under weights `step`. An evaluation that is
+        known already is not recorded again."""
+        if step in self.evaluations:
+            return
+        first, now = next(iter(sets.values())), round(clock.now(), 3)
+        result = {"step": step, "time": now, **first} | ({"sets": sets} if len(sets) > 1 else {"set": next(iter(sets))})
+        self.evaluations[step] = result
+        self._file.append_evaluation(result)
+        self._file.release(self._file.waiting)
+        self._sinks.evaluation(result, now)
+        self._write_summary("running")
+
+    def best(self, name: str) -> int:
+        """Step with the lowest loss of the held-out set `name`; -1 before the first evaluation."""
+        losses = {
+            step: (found["sets"][name] if "sets" in found else found)["loss"]
+            for step, found in self.evaluations.items()
+        }
+        return min(losses, key=lambda step: losses[step], default=-1)
+
+    def close(self) -> None:
+        """Record the end of the run."""
+        self._write_summary("finished" if len(self.losses) >= self.steps else "stopped")
+        self._sinks.close()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._file.append(line)
+        self._file.release(self._file.waiting)
+
+    def _write_summary(self, state: str) -> None:
+        last = self.losses[-LAST_STEPS:]
+        summary = {
+            "run": self.run,
+            "kind": "sft",
+            "state": state,
+            "steps": len(self.losses),
+            "max_steps": self.steps,
+            "wall_s": round(self._wall_before_s + clock.now() - self._started, 1),
+            "loss": {"first": self.losses[0], "last3": sum(last) / len(last)} if last else {},
+            "trained_tokens": self.tokens,
+            "data": self.counts(),
+            "evaluation": list(self.evaluations.values()),
+        }
+        replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))

@@ -1,0 +1,186 @@
+"""The rows of a supervised run as training batches.
+
+Batch k has the rows at positions k B to (k + 1) B of the seeded order of all epochs, so that it depends on the step
+alone and a resumed run trains the batches of an unbroken one. A row that cannot be trained is left out of its batch and
+counted.
+"""
+
+import logging
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import orjson
+
+from april.config import Config, ConfigError
+from april.data.conversations import Conversation, ConversationEncoder, load_conversations
+from april.data.rows import BadRow
+from april.data.tokenizer import Tokenizer
+from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
+from april.sft.record import SftRecord
+from april.util.errors import refuse
+from april.util.files import replace_file
+from april.wire.message import Version
+from april.wire.training import Discard
+
+log = logging.getLogger(__name__)
+
+ROWS_CACHED = 16_384
+"""Number of rows whose tokens are kept in memory for the next epoch."""
+ORDER_FILE = "order.json"
+"""File of the run folder with what determines the rows of each batch."""
+STOP_FILE = "stop"
+"""File of the run folder whose presence ends the run after the batch in training."""
+
+
+class ConversationBook:
+    """The rows of a run by number, as tokens, and the batches that they make."""
+
+    def __init__(self, config: Config):
+        """Read all rows. Raises ConfigError."""
+        data, self.config = config.data, config
+        if not data.train_sources:
+            refuse("data.source", data.source, "brings no rows to train on", "give them in data.path")
+        self.rows = load_conversations(data.train_sources, data, config.sft)
+        self.held_out = {
+            each.name: load_conversations([each.source], data, config.sft, each.prompts)
+            for each in config.evaluation_sets
+        }
+        self.max_tokens = min(config.sft.max_tokens, config.context_tokens or config.sft.max_tokens)
+        self.encoder = ConversationEncoder(Tokenizer(config.model.path), data, config.sft)
+        self.too_long, self.unusable = set[int](), set[int]()
+        """Numbers of the training rows that were left out so far, as too long or for another reason."""
+        self._usable = lru_cache(ROWS_CACHED)(self._encode)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return len(self.rows.order(self.config.seed, 0))
+
+    @property
+    def positions(self) -> int | None:
+        """Number of rows in all epochs; None if there is no end of them."""
+        epochs = self.config.data.epochs
+        return None if epochs is None else epochs * self.rows_per_epoch
+
+    @property
+    def steps(self) -> int:
+        """Number of batches in the run."""
+        schedule, size = self.config.schedule, self.config.sft.batch_size
+        if self.positions is None:
+            return schedule.max_steps
+        whole, rest = divmod(self.positions, size)
+        return min(schedule.max_steps, whole + (rest > 0 and schedule.last_batch == "train"))
+
+    def batch(self, step: int) -> TrainingBatch:
+        """The batch that turns weights `step` into weights `step + 1`; each row is a group."""
+        size = self.config.sft.batch_size
+        positions = range(step * size, min((step + 1) * size, self.positions or (step + 1) * size))
+        orders = [divmod(position, self.rows_per_epoch) for position in positions]
+        numbers = [int(self.rows.order(self.config.seed, epoch)[position]) for epoch, position in orders]
+        found = [(number, self._usable(number)) for number in numbers]
+        return TrainingBatch(step, [[as_sample(row, number, step)] for number, row in found if row is not None])
+
+    def held_out_batch(self) -> TrainingBatch:
+        """The held-out rows, those of each set as one group. Raises ConfigError for a row that cannot be used."""
+        groups = []
+        for name, rows in self.held_out.items():
+            groups.append(group := list[TrainSample]())
+            for number in range(len(rows)):
+                try:
+                    row = self.encoder.encode(rows[number])
+                except BadRow as error:
+                    raise ConfigError(
+                        f"held-out row {number + 1} of {name}: {error}; mend it, or the template"
+                    ) from None
+                if len(row.tokens) <= self.max_tokens:
+                    group.append(as_sample(row, number, 0))
+            if not group:
+                refuse("sft.max_tokens", self.max_tokens, f"leaves no held-out row of {name}", "raise it")
+        return TrainingBatch(0, groups)
+
+    def counts(self) -> dict[str, int]:
+        """Number of training rows, and of rows left out so far as bad, or as too long."""
+        bad_rows = self.rows.bad_rows + len(self.unusable)
+        return {"rows": len(self.rows), "bad_rows": bad_rows, "too_long": len(self.too_long)}
+
+    def _encode(self, number: int) -> Conversation | None:
+        """The tokens of a training row; None if it is left out."""
+        try:
+            row = self.encoder.encode(self.rows[number])
+        except BadRow as error:
+            log.warning("row %d is left out: %s", number + 1, error)
+            self.unusable.add(number)
+            return None
+        if len(row.tokens) <= self.max_tokens:
+            return row
+        self.too_long.add(number)
+        if len(self.too_long).bit_count() == 1:
+            log.warning("row %d is left out: %d tokens are more than %d", number + 1, len(row.tokens), self.max_tokens)
+        return None
+
+
+def as_sample(row: Conversation, number: int, step: int) -> TrainSample:
+    """A row as a sample whose trained tokens count as sampled by weights `step`, with the reward 1. What follows the
+    last of them predicts nothing, and is left out."""
+    trained = np.flatnonzero(row.is_trained)
+    first, end = int(trained[0]), int(trained[-1]) + 1
+    edges = np.flatnonzero(np.diff(row.is_trained[first:end].astype(np.int8), prepend=0, append=0)).tolist()
+    segments = tuple((start, stop, Version(0, step)) for start, stop in list(pairwise(edges))[::2])
+    logprobs = np.zeros(end - first, np.float32)
+    return TrainSample(row.tokens[:end], first, logprobs, 1.0, segments, group=number, index=0, finish_reason="stop")
+
+
+class ConversationSource:
+    """`april.learner.prefetch.BatchSource` over the rows of files, for rank 0."""
+
+    leftover: list[ReceivedGroup] = []  # noqa: RUF012
+
+    def __init__(self, config: Config, book: ConversationBook):
+        self.config, self.book, self.run_dir = config, book, config.run_dir
+        self.record: SftRecord
+
+    def start(self, checkpoint_step: int) -> tuple[int, int]:
+        """Go on from a checkpoint. Raises ConfigError if the run began with other rows, or in another order."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._check_order(checkpoint_step)
+        self.record = SftRecord(self.config, checkpoint_step, self.book.steps, self.book.counts)
+        return 0, checkpoint_step
+
+    def fetch(self, step: int) -> TrainingBatch | None:
+        ends = step >= self.book.steps or (self.run_dir / STOP_FILE).exists()
+        return None if ends else self.book.batch(step)
+
+    def alive(self) -> None:
+        pass
+
+    def consumed(self, step: int, metrics: dict[str, float], discarded: Discard = "") -> None:
+        self.record.step(step + 1, metrics)
+
+    def evaluated(self, step: int, sets: dict[str, dict[str, float]]) -> None:
+        """Record the figures of held-out rows, by the name of their set, under weights `step`."""
+        self.record.evaluated(step, sets)
+
+    def durable(self, step: int, oldest: int) -> None:
+        pass
+
+    def best(self) -> tuple[int, list[int]]:
+        return self.record.best(self.config.evaluation.best), []
+
+    def close(self) -> None:
+        self.record.close()
+
+    def _check_order(self, checkpoint_step: int) -> None:
+        config, path = self.config, self.run_dir / ORDER_FILE
+        order = {
+            "data.path": self.book.rows.fingerprint,
+            "seed": config.seed,
+            "sft.batch_size": config.sft.batch_size,
+            "sft.max_tokens": self.book.max_tokens,
+            "sft.train_on": config.sft.train_on,
+        }
+        before = orjson.loads(path.read_bytes()) if checkpoint_step and path.exists() else order
+        for key, value in order.items():
+            if before.get(key) != value:
+                why = "is not what the run began with, and its batches would be others"
+                refuse(key, None if key == "data.path" else value, why, "restore it, or begin another run")
+        replace_file(path, orjson.dumps(order))
