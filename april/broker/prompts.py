@@ -13,8 +13,9 @@ from april import wire
 from april.broker.image_preparation import PROMPTS_AHEAD, ImagePreparation
 from april.broker.images import ImageStore
 from april.broker.ledger.events import Event, EventArray, PromptSubmitted
-from april.broker.ledger.state import LedgerState
-from april.config import Config, ConfigError
+from april.broker.ledger.ledger import Ledger
+from april.broker.samplers.draws import Draws, draws_in_order
+from april.config import Config, ConfigError, ScheduleSection
 from april.config.data import EvaluationSet
 from april.config.teachers import teacher_of
 from april.data.dataset import Dataset, load_dataset
@@ -59,12 +60,15 @@ class PromptBook:
         """Drawn row numbers that were skipped because the chat template rejects them."""
         self._last_refusal = ""
         """Why the last of them was."""
-        self._config = config
-        self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
+        self._config, self.seed = config, config.seed
+        self.encoded = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
+        """Token ids of a row by its number, or None if it cannot be drawn; cached for the next epoch."""
         self._prepared_until = 0, 0
         """(epoch, position) of the first prompt whose images are not prepared ahead of its drawing."""
         self._drawn = lru_cache(maxsize=16)(self._draw)
         """Cached form of `_draw`, as a schedule may look at a prompt several times before it opens the group."""
+        self._draws = draws_of(config.schedule, self)
+        """Chooses the next prompt; None where they are drawn in order."""
         self.held_out = {settings.number: self._held_out(settings, allowed) for settings in config.evaluation_sets}
         """Evaluation sets by number, in order."""
         if config.agent.is_set and self.with_images:
@@ -94,7 +98,7 @@ class PromptBook:
             if self._config.data.epochs is not None and epoch >= self._config.data.epochs:
                 return None
             self._prepare_ahead(epoch, position)
-            tokens = self._tokens_of_row(self.row_number(epoch, position))
+            tokens = self.encoded(self.row_number(epoch, position))
             if tokens is not None:
                 return epoch, position, tokens
             position += 1
@@ -120,9 +124,12 @@ class PromptBook:
             self.preparation.begin(self.rows, self.rows[int(number)].images)
         self._prepared_until = max(self._prepared_until, (epoch, end))
 
-    def bind(self, ledger: LedgerState, read: ReadBack) -> None:
-        """Give access to submitted prompts: the ledger has their journal references, and `read` reads them. Without
-        effect here, where prompts come from files."""
+    def bind(self, ledger: Ledger, read: ReadBack) -> None:
+        """Let the sampler choose the prompts that the ledger draws. With submitted prompts: give access to them, as the
+        ledger has their journal references, and `read` reads them."""
+        if draws := self._draws:
+            ledger.choose_prompt = lambda cursor: draws.choose(ledger.tallies, cursor)
+            ledger.number_of = self.row_number
 
     def decode_submission(
         self, message: wire.Submit, arrays: list[wire.PackedArray]
@@ -164,7 +171,7 @@ class PromptBook:
         return {"rows": len(self.rows), "bad_rows": bad_rows, "too_long": len(self.too_long)}
 
     def _order(self, epoch: int) -> np.ndarray:
-        return self.rows.order(self._config.seed, epoch)
+        return self.rows.order(self.seed, epoch)
 
     def _encode_row(self, number: int) -> bytes | None:
         try:
@@ -241,7 +248,7 @@ class PromptBook:
         try:
             return [self.preparation.wait_for(rows, image).name for image in drawn.images]
         except BadRow as error:
-            self._tokens_of_row.cache_clear()
+            self.encoded.cache_clear()
             self._drawn.cache_clear()
             raise OSError(str(error)) from None
 
@@ -273,13 +280,13 @@ class SubmittedPrompts(PromptBook):
     """
 
     def __init__(self, config: Config, images: ImageStore | None = None):
-        self._ledger: LedgerState | None = None
+        self._ledger: Ledger | None = None
         super().__init__(config, images)
         self.fingerprint = "submitted"
         self._allowed = config.reward.allowed
         self._largest_id = (config.vocabulary or 1 << 31) - 1
 
-    def bind(self, ledger: LedgerState, read: ReadBack) -> None:
+    def bind(self, ledger: Ledger, read: ReadBack) -> None:
         self._ledger = ledger
         self._read = lru_cache(maxsize=SUBMITTED_CACHED)(lambda number: read(ledger.prompts.submitted[number]))
 
@@ -333,6 +340,18 @@ class SubmittedPrompts(PromptBook):
             )
             for number, (prompt, end) in enumerate(zip(message.prompts, ends, strict=True), message.first)
         )
+
+
+def draws_of(section: ScheduleSection, prompts: PromptBook) -> Draws | None:
+    """What chooses among the prompts of files by `schedule.sampler`; None for the seeded order of each epoch."""
+    if draws_in_order(section):
+        return None
+    return Draws(
+        section,
+        len(prompts.rows),
+        lambda epoch: prompts.rows.order(prompts.seed, epoch),
+        lambda row: prompts.encoded(row) is not None,
+    )
 
 
 def open_prompts(config: Config, images: ImageStore | None = None) -> PromptBook:

@@ -31,6 +31,7 @@ from april.broker.peers import HOLDERS, Peer, Peers
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
 from april.broker.recovery import SyncNote, check_complete, rebuild
+from april.broker.samplers.draws import SamplerFailed
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import ScheduleFailed, ended_rounds
 from april.broker.snapshots import Snapshots
@@ -163,7 +164,7 @@ class Service:
             self._dispatch(route, received, now, key_owner)
         except Damaged as error:
             self._discard_unreadable(groups_with_damage(self.ledger, error), error)
-        except ScheduleFailed as error:
+        except (ScheduleFailed, SamplerFailed) as error:
             self._end_by_schedule(error, now)
         except KeyRefused as error:
             self.context.audit.warn("access denied to %s: %s", key_owner and (key_owner.name or key_owner.key), error)
@@ -319,21 +320,19 @@ class Service:
             self._tick(now, caught_up)
         except Damaged as error:
             self._discard_unreadable(groups_with_damage(self.ledger, error), error)
-        except (ScheduleFailed, LedgerError) as error:
-            if self.config.schedule.kind in SCHEDULES.shipped:
+        except (ScheduleFailed, SamplerFailed, LedgerError) as error:
+            if self.config.schedule.kind in SCHEDULES.shipped and not isinstance(error, SamplerFailed):
                 raise
             self._end_by_schedule(error, now)
 
-    def _end_by_schedule(self, error: ScheduleFailed | LedgerError, now: float) -> None:
-        """End the run for an exception in the user's schedule, or for a sample that it chose and nobody can lease."""
+    def _end_by_schedule(self, error: Exception, now: float) -> None:
+        """End the run for an exception in the user's schedule or sampler, or for a sample that nobody can lease."""
         log.error("the schedule has failed", exc_info=error)
         self.stop(str(error), "failed", now)
 
     def _discard_unreadable(self, groups: list[Group], error: Damaged | None) -> None:
-        """Discard groups that the journal cannot read back.
-
-        Raises `error` if the damaged bytes are the journal's and belong to no group.
-        """
+        """Discard groups that the journal cannot read back. Raises `error` if the damaged bytes are the journal's and
+        belong to no group."""
         if error and error.is_of_journal and not groups:
             raise error
         for group in groups:

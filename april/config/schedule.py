@@ -86,6 +86,19 @@ class ScheduleSection(Section):
         "yours as package.module:function. Each discarded group costs its generation; a run of 20 such rounds "
         "fails. Empty: none.",
     )
+    sampler: str = Field(
+        "order",
+        description="Which prompt is drawn next: order (each once an epoch, in a seeded order), difficulty (those that "
+        "are solved half of the time more often), spread (those whose rewards differ most in a group more often), or "
+        "yours as package.module:function.",
+    )
+    sampler_floor: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="Least weight of a prompt for schedule.sampler, where one that was never drawn has 1. A high value "
+        "draws prompts more evenly; a low one rarely looks again at what was always solved, or never.",
+    )
     in_flight: Automatic = Field(
         None,
         description="C: samples that schedule.kind = 'continuous' keeps in generation, at most (S + 1) N n. More "

@@ -25,6 +25,7 @@ from april.broker.conformance.runs import try_schedule
 from april.broker.filters.filters import GroupFilters
 from april.broker.header import tensors_of
 from april.broker.prompts import PromptBook, open_prompts
+from april.broker.samplers.draws import check_sampler
 from april.broker.schedules import SCHEDULES
 from april.broker.telemetry.sinks import check_sinks
 from april.config import Config, ConfigError, ScheduleSection, SourceSection
@@ -116,6 +117,7 @@ def check_run(
     entry = run_check(BACKENDS.find, config.learner.backend) if has_learner else None
     run_check(check_time_sharing, config, kind, entry)
     run_check(GroupFilters, config.schedule)
+    run_check(check_sampler, config.schedule, config.data.source == "submitted")
     run_check(check_sinks, config.operations.sinks)
     run_check(check_alarms, config.operations.alarms)
     for name, key in verifiers_of(config).items():

@@ -39,6 +39,7 @@ REGISTRIES = {
     "reward.name": "april.workers.rewards:VERIFIERS",
     "environment.name": "april.workers.environments:ENVIRONMENTS",
     "agent.program": "april.agents:PROGRAMS",
+    "schedule.sampler": "april.broker.samplers:SAMPLERS",
     "schedule.group_filter": "april.broker.filters:FILTERS",
     "operations.sinks": "april.broker.telemetry:SINKS",
     "operations.alarms": "april.broker.alarms.alarm:ALARMS",

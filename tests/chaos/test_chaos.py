@@ -11,6 +11,7 @@ from tests.chaos.chaos_run import DELICATE, PATIENCE_S, Chaos
 from tests.chaos.journal_history import History
 from tests.chaos.session_history import SessionHistory
 from tests.chaos.single_failures import SWEEPS, FailingRun
+from tests.support.redrawn import redrawn
 from tests.support.run_processes import wait_until
 from tests.support.small_run import PROMPTS
 
@@ -116,6 +117,23 @@ def test_single_calls_that_fail_cost_nothing_and_stop_nothing(tmp_path, policy_f
     finally:
         run.end()
     assert len(swept.failed) == 4 and swept.stuck == [] and swept.lost == [] and not swept.discarded
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_after_kills_a_sampler_has_drawn_what_the_journal_says_that_it_draws(chaos):
+    """Each draw is made again from the seed and the events before it, as a broker that starts there would make it."""
+    run = chaos(overrides=["--schedule.sampler", "difficulty"])
+    run.go_on()
+    for phase in ("abort", "generating", "training"):
+        run.kill("broker", phase)
+    run.kill("worker", "generating")
+    run.finish()
+    wrongs = History(run.run_dir, PROMPTS).judge()
+    assert [wrong for wrong in wrongs if not wrong.startswith("prompts are skipped")] == []
+    drawn, again = redrawn(run.config, ["--schedule.sampler", "difficulty"])
+    assert drawn == again and len(drawn) > PROMPTS
+    assert sorted(drawn[:PROMPTS]) == list(range(PROMPTS)), "first each prompt once"
 
 
 @pytest.mark.timeout(600)

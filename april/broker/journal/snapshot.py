@@ -23,6 +23,7 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.ledger.batches import LengthCohorts
 from april.broker.ledger.dead_letters import DeadLetterQueue
 from april.broker.ledger.events import RunStarted
+from april.broker.ledger.row_tallies import RowTallies
 from april.broker.ledger.samples import UNFINISHED, AgentSample, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.state import (
     Account,
@@ -62,6 +63,7 @@ class Parts(msgspec.Struct, array_like=True):
     rounds: Rounds
     dead_letters: DeadLetterQueue
     cohorts: LengthCohorts
+    tallies: RowTallies
     evaluated: dict[int, dict[str, Any]]
     recorded: dict[int, tuple[int, int]]
 

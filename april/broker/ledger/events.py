@@ -75,6 +75,9 @@ class GroupOpened(Event):
     """Whether one lease scores all samples of the group, once all are generated."""
     images: list[str] = []
     """Names of the prompt's images, in order; their files are on disk."""
+    number: int = -1
+    """Number of the dataset row, where a sampler chooses the prompts: the cursor then counts those that were drawn in
+    the epoch, and `row` is the row's place in the epoch's order. -1 without a sampler, and for evaluation."""
 
 
 class PromptSubmitted(Event):

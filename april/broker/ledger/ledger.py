@@ -69,6 +69,8 @@ class Ledger(LedgerState):
         """Time of the commands that follow, Unix seconds; the broker sets it."""
         self.group_scored = group_scored
         self.keep_images: Callable[[bool, int, int], list[str]] = lambda evaluation, epoch, row: []
+        self.number_of: Callable[[int, int], int] = lambda epoch, row: -1
+        """Function (epoch, row) -> number of the dataset row, where a sampler chooses the prompts."""
         self._expiries: dict[int, array[int]] = {}
         """Lease ids by second of expiry; a renewed lease keeps its old entry, and is checked again when that is due."""
 
@@ -97,7 +99,10 @@ class Ledger(LedgerState):
         group, size = self.serials.next_group, size or self.rules.group_size
         replaces = None if evaluation else self.dead_letters.requeued_group_at(epoch, row)
         facts = self.group_scored(evaluation, epoch, row), self.keep_images(evaluation, epoch, row)
-        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, *facts)
+        number = -1 if evaluation else self.number_of(epoch, row)
+        opened = events.GroupOpened(
+            group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, *facts, number
+        )
         self.commit(opened, [(crc32(prompt), prompt)])
         return self.groups[group]
 

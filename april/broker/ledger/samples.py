@@ -269,6 +269,8 @@ class Group:
     that record, and names of the scores. None if no sample has token scores."""
     images: Sequence[str] = ()
     """Names of the prompt's images, in order."""
+    number: int = -1
+    """Number of the dataset row, where a sampler chooses the prompts; otherwise -1."""
     pending_samples: int = 0
     """Number of samples that are neither done nor dead, while the group is open."""
 

@@ -4,7 +4,7 @@ The parts that are `msgspec.Struct`s are stored in snapshots as they are; the ot
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -14,6 +14,7 @@ from april.broker.ledger.batches import LengthCohorts, ReadyGroups, StalenessBou
 from april.broker.ledger.dead_letters import DeadLetterQueue
 from april.broker.ledger.leases import LeaseBook, OpenSamples
 from april.broker.ledger.queues import HandOutQueue
+from april.broker.ledger.row_tallies import RowTallies
 from april.broker.ledger.rules import Prompts, Rules
 from april.broker.ledger.samples import (
     TO_GENERATE,
@@ -177,7 +178,7 @@ class LedgerState:
         """Time of the newest TimePassed event, Unix seconds."""
         self.account, self.serials, self.prompts = Account(), Serials(), PromptCursor()
         self.steps, self.learner, self.rounds = StepProgress(), CurrentLearner(), Rounds()
-        self.dead_letters = DeadLetterQueue()
+        self.dead_letters, self.tallies = DeadLetterQueue(), RowTallies()
         self.cohorts = LengthCohorts(rules.batch_groups)
         self.evaluated: dict[int, dict[str, Any]] = {}
         """Results of complete evaluations, by policy step."""
@@ -200,6 +201,8 @@ class LedgerState:
         self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
         self.open_samples = OpenSamples()
         self.queue = HandOutQueue()
+        self.choose_prompt: Callable[[tuple[int, int]], tuple[int, int]] = lambda cursor: cursor
+        """Function (cursor) -> (epoch, row) of the prompt to draw next; a sampler's, or the cursor itself."""
 
     @property
     def first_kept_step(self) -> int:
@@ -267,7 +270,7 @@ class LedgerState:
         for requeued in self.dead_letters.requeued.values():
             if (drawn := prompts.draw(requeued)) and drawn[:2] == requeued:
                 return drawn
-        return prompts.draw(self.prompts.next)
+        return prompts.draw(self.choose_prompt(self.prompts.next))
 
     def push(self, sample: Sample) -> None:
         """Queue a sample for its next lease, in the queue that its state calls for."""
@@ -332,6 +335,9 @@ class LedgerState:
         self.ready.add(group)
         if self.rules.filtered:
             self.unfiltered.append(group)
+        if group.number >= 0:
+            scored = [(sample.accuracy, sample.reward) for sample in group.samples if sample.reward is not None]
+            self.tallies.complete(group.number, *zip(*scored, strict=True))
         self.dead_letters.groups_in_a_row = 0
 
     def end_group(self, group: Group, reason: str) -> None:

@@ -55,14 +55,18 @@ def on_group_opened(ledger: LedgerState, event: events.GroupOpened, reference: A
     if not event.evaluation:
         ordinal, ledger.serials.next_ordinal = ledger.serials.next_ordinal, ledger.serials.next_ordinal + 1
         if event.replaces is None:
-            ledger.prompts.next = (event.epoch, event.row + 1)
+            epoch, drawn = ledger.prompts.next
+            place = event.row if event.number < 0 else drawn if epoch == event.epoch else 0
+            ledger.prompts.next = (event.epoch, place + 1)
+            if event.number >= 0:
+                ledger.tallies.draw(event.number)
         else:
             ledger.dead_letters.drawn(event.replaces)
         ledger.account.counts[GroupState.OPEN] += 1
         ledger.bound.add(event.floor)
     group = Group(
         event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens,
-        group_scored=event.group_scored, images=tuple(event.images),
+        group_scored=event.group_scored, images=tuple(event.images), number=event.number,
     )  # fmt: skip
     kind, state = (AgentSample, SampleState.ACTING) if ledger.rules.agents else (Sample, SampleState.WAITING)
     group.samples = [kind(group, index, state) for index in range(event.size)]

@@ -1,0 +1,76 @@
+"""What the groups drawn so far say of each row of the dataset, for samplers of prompts.
+
+Only the ledger's events change it, so that a journal, or a snapshot, rebuilds it exactly.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+NEVER = -1
+"""Number of the last draw of a row that was never drawn."""
+BLANK = {"last": NEVER, "known": 0, "accuracy": 0.0, "spread": 0.0}
+"""The columns, with what they have for such a row."""
+
+
+class RowTallies:
+    """Columns with one entry for each row of the dataset, at least up to the largest row that was drawn.
+
+    tallies.draw(7)
+    tallies.complete(7, accuracies=[1.0, 0.0], rewards=[1.0, 0.0])
+    tallies.accuracy[7]                        # 0.5
+    """
+
+    def __init__(self, stored: Iterable[Any] = (0, 0, b"", b"", b"", b"")):
+        """`stored`: what iterating over other tallies gives."""
+        draws, results, last, known, accuracy, spread = stored
+        self.draws: int = draws
+        """Number of draws so far."""
+        self.results: int = results
+        """Number of complete groups so far."""
+        self.last = np.frombuffer(last, "<i8")
+        """Number of each row's last draw, from 0, or NEVER; int64 [n]."""
+        self.known = np.frombuffer(known, "<i8")
+        """Number of complete groups of each row; int64 [n]."""
+        self.accuracy = np.frombuffer(accuracy, "<f8")
+        """Mean accuracy of each row's complete groups, of which each counts as much as all before it; float64 [n]."""
+        self.spread = np.frombuffer(spread, "<f8")
+        """The same of the standard deviations of their rewards; float64 [n]."""
+
+    def __iter__(self) -> Iterator[int | bytes]:
+        yield from (self.draws, self.results)
+        yield from (getattr(self, name).tobytes() for name in BLANK)
+
+    def draw(self, row: int) -> None:
+        """Count a draw of a row."""
+        self._hold(row)
+        self.last[row] = self.draws
+        self.draws += 1
+
+    def complete(self, row: int, accuracies: Sequence[float], rewards: Sequence[float]) -> None:
+        """Count a complete group of a row, by the accuracy and the reward of each of its samples, at least one."""
+        self._hold(row)
+        self.results += 1
+        self.known[row] += 1
+        share = 0.5 if self.known[row] > 1 else 1.0
+        self.accuracy[row] += share * (float(np.mean(accuracies)) - self.accuracy[row])
+        self.spread[row] += share * (float(np.std(rewards)) - self.spread[row])
+
+    def first(self, rows: int) -> "RowTallies":
+        """The columns of so many rows, those of rows that were never drawn included; read only."""
+        if len(self.last) == rows:
+            return self
+        found = RowTallies()
+        found.draws, found.results = self.draws, self.results
+        for name, blank in BLANK.items():
+            column = getattr(self, name)[:rows]
+            setattr(found, name, np.append(column, np.full(rows - len(column), blank, column.dtype)))
+        return found
+
+    def _hold(self, row: int) -> None:
+        """Make the columns long enough for a row, by a power of two, and writable."""
+        if row >= len(self.last) or not self.last.flags.writeable:
+            longer = self.first(max(len(self.last), 1 << row.bit_length()))
+            for name in BLANK:
+                setattr(self, name, np.array(getattr(longer, name)))

@@ -1,0 +1,99 @@
+"""Which prompt is drawn next: the one whose weight times age is largest.
+
+The age of a prompt is the number of draws since its own last one. So a prompt is drawn in proportion to its weight,
+never twice in a row while others wait, and one of weight w at least every C / w draws, C the sum of all weights. The
+choice is a function of the seed and of the ledger's state alone: a journal that is replayed draws the same prompts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from april.broker.ledger.row_tallies import NEVER, RowTallies
+from april.broker.samplers import SAMPLERS
+from april.config import ConfigError, ScheduleSection
+from april.config.section import bound
+from april.util.errors import refuse
+
+Cursor = tuple[int, int]
+
+
+class SamplerFailed(ConfigError):
+    """A sampler that raised an exception, or returned something other than weights; the text names it."""
+
+
+class Draws:
+    """Chooses prompts by a sampler.
+
+    draws = Draws(config.schedule, rows=1000, order=dataset_order, is_usable=has_tokens)
+    epoch, position = draws.choose(ledger.tallies, cursor)
+    """
+
+    def __init__(
+        self, section: ScheduleSection, rows: int, order: Callable[[int], np.ndarray], is_usable: Callable[[int], bool]
+    ):
+        """`order(epoch)`: the rows of an epoch in their seeded order, some several times if sources have weights;
+        `is_usable(row)`: whether a row can be drawn."""
+        self.sampler = bound(SAMPLERS.find(section.sampler), section)
+        self.name, self.floor, self.rows = section.sampler, section.sampler_floor, rows
+        self.order, self.is_usable = order, is_usable
+        self._unusable = np.zeros(rows, bool)
+        self._chosen: tuple[Any, Cursor] | None = None
+        """The last choice, and the state that it was made in."""
+
+    def choose(self, tallies: RowTallies, cursor: Cursor) -> Cursor:
+        """(epoch, position in the epoch's seeded order) of the prompt to draw, where `cursor` is (epoch, prompts drawn
+        in it). Raises SamplerFailed."""
+        epoch, drawn = cursor if cursor[1] < len(self.order(cursor[0])) else (cursor[0] + 1, 0)
+        state = tallies.draws, tallies.results, epoch, drawn
+        if self._chosen is None or self._chosen[0] != state:
+            self._chosen = state, (epoch, self._position(tallies.first(self.rows), epoch))
+        return self._chosen[1]
+
+    def _position(self, tallies: RowTallies, epoch: int) -> int:
+        order = self.order(epoch)
+        urgency = (self.weights(tallies) * (tallies.draws - tallies.last))[order]
+        urgency[tallies.last[order] == NEVER] = np.inf
+        urgency[self._unusable[order]] = -1.0
+        for _ in order:
+            position = int(urgency.argmax())
+            if self.is_usable(int(order[position])):
+                return position
+            self._unusable[order[position]], urgency[order == order[position]] = True, -1.0
+        return 0
+
+    def weights(self, tallies: RowTallies) -> np.ndarray:
+        """The weight of each row, float64 [rows], from the floor to 1. Raises SamplerFailed."""
+        known = tallies.known > 0
+        try:
+            found = np.asarray(self.sampler(tallies), float)
+        except Exception as error:
+            raise SamplerFailed(f"the sampler {self.name} failed: {type(error).__name__}: {error}") from error
+        if found.shape != (self.rows,) or not ((found >= 0) & (found <= 1))[known].all():
+            raise SamplerFailed(f"the sampler {self.name} did not return {self.rows} weights from 0 to 1; mend it")
+        return np.where(known, found.clip(self.floor), 1.0)
+
+
+def draws_in_order(section: ScheduleSection) -> bool:
+    """Whether prompts are drawn in the seeded order of each epoch, whatever their groups show."""
+    return bool(getattr(SAMPLERS.find(section.sampler), "in_order", False))
+
+
+def check_sampler(section: ScheduleSection, submitted: bool) -> None:
+    """Raises ConfigError for a sampler that cannot be found, or used: on three rows, or where a trainer brings the
+    prompts (`submitted`)."""
+    if draws_in_order(section):
+        return
+    if submitted:
+        refuse(
+            "schedule.sampler",
+            section.sampler,
+            "chooses among rows of files, and with data.source = 'submitted' the trainer brings the prompts",
+            "leave it out",
+        )
+    tallies = RowTallies()
+    for row, rewards in enumerate(([0.0, 0.0], [1.0, 0.0])):
+        tallies.draw(row)
+        tallies.complete(row, rewards, rewards)
+    Draws(section, 3, lambda epoch: np.arange(3), lambda row: True).choose(tallies, (0, 2))
