@@ -4,6 +4,7 @@ scores cost, and supervised steps.
 Without `--runs` only the rows that take seconds are measured. `--runs distil` trains a teacher (a finished quickstart),
 then for each seed the quickstart by GRPO and by distillation alone, from the same warm start, evaluated at every step.
 `--runs gdpo` trains the quickstart with a second reward that is a hundred times as large, by GDPO and by the sum.
+`--runs curriculum` trains it on prompts half of which are hopeless, drawn by difficulty and in order.
 """
 
 import os
@@ -22,12 +23,13 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 import torch
-from common import APRIL, ROOT, Row, execute, parser, quickstart_policy, ratios, report
+from common import APRIL, ROOT, Row, execute, parser, quickstart_policy, ratios, read_lines, report, write_lines
 from method_references import gaps
 from transformers import AutoModelForCausalLM
 from trl_side import supervised_steps
 
 from april.config import Config
+from april.data.arithmetic import make_data
 from april.data.conversations import Conversation
 from april.learner.batch import TrainingBatch, TrainSample, decode, encode
 from april.learner.losses.ranks import SingleRank
@@ -40,6 +42,8 @@ from april.wire.message import Version
 WANTED = 0.9
 """Held-out accuracy that both sides have to reach."""
 SEEDS, STEPS, STEPS_APART, REPEATS = 5, 64, 16, 9
+HALVES_PROMPTS = 512
+"""Prompts of the task of which half are hopeless: few enough for several epochs."""
 GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, 12, 64
 SFT_ROWS, PACKED_TOKENS = 32, 1024
 DISTILLED = {"advantage": "no_reward", "distillation": "reverse_kl", "distillation_discount": 0.0}
@@ -187,12 +191,37 @@ def apart(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Row]:
     ]
 
 
+def curriculum(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Row]:
+    """Samples, discarded ones included, to an accuracy on held-out prompts, half of which are hopeless as half of the
+    training prompts are: of the sampler `difficulty` over the fixed order, both with the filter of groups without
+    spread."""
+    prompts, held_out = map(with_hopeless, make_data(folder / "halves", HALVES_PROMPTS, 512))
+    data = {"path": prompts, "eval_path": held_out}
+    samples: dict[str, list[float]] = {"order": [], "difficulty": []}
+    for seed in range(1, 1 + (1 if quick else seeds)):
+        for name, found in samples.items():
+            changes = {"data": data, "schedule": {"sampler": name, "dynamic_sampling": True}}
+            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS, changes, quick)
+            found.append(samples_to(run, 0.0 if quick else WANTED / 2, SAMPLES))
+    return [
+        Row("curriculum_samples_share", ratios(samples["difficulty"], samples["order"]), ""),
+        *(Row(f"samples_to_accuracy_{name}", found, "samples") for name, found in samples.items()),
+    ]
+
+
+def with_hopeless(path: Path) -> Path:
+    """A file with the rows of another, every second of which nobody can solve."""
+    rows = read_lines(path)
+    hopeless = [row | {"label": "none"} if number % 2 else row for number, row in enumerate(rows)]
+    return write_lines(path.with_stem(f"{path.stem}_half"), hopeless)
+
+
 def train(folder: Path, name: str, policy: Path, seed: int, steps: int, changes: dict, quick: bool) -> Path:
     """A run of the quickstart's configuration with other sections; returns its folder."""
-    data = ROOT / "cache/data"
+    prompts, held_out = make_data(folder / "data")
     tree = tomllib.loads((ROOT / "configs/quickstart.toml").read_text())
     tree |= {"seed": seed, "run": {"dir": str(folder), "name": name}, "model": {"path": str(policy)}}
-    tree["data"] = {"path": str(data / "train.jsonl"), "eval_path": str(data / "heldout.jsonl")}
+    tree["data"] = {"path": str(prompts), "eval_path": str(held_out)}
     tree["schedule"] |= {"max_steps": steps}
     tree["evaluation"] |= {"every": 1} | ({"prompts": 16} if quick else {})
     if quick:
@@ -214,15 +243,18 @@ def plain(tree: dict) -> dict:
             for key, value in tree.items()}  # fmt: skip
 
 
-def samples_to(run_folder: Path, wanted: float) -> float:
-    """Samples trained until the weights have the wanted accuracy on held-out prompts; infinite if they never have."""
+def samples_to(run_folder: Path, wanted: float, of_discarded: int = 0) -> float:
+    """Samples trained until the weights have the wanted accuracy on held-out prompts, and `of_discarded` for each group
+    discarded until then; infinite if they never have it."""
     run = read_run(run_folder)
     reached = [point["step"] for point in run.evaluation if point["accuracy"] >= wanted and point["step"]]
-    per_step = [step["samples"] for step in run.steps]
-    return float(sum(per_step[: reached[0]])) if reached else float("inf")
+    if not reached:
+        return float("inf")
+    steps = run.steps[: reached[0]]
+    return float(sum(step["samples"] for step in steps) + of_discarded * sum(steps[-1]["discarded_groups"].values()))
 
 
-RUNS = {"distil": distillation, "gdpo": apart}
+RUNS = {"distil": distillation, "gdpo": apart, "curriculum": curriculum}
 """Comparisons of whole runs, by name."""
 
 

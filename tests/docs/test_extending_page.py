@@ -269,6 +269,7 @@ PARTS = {
     "algorithm.step_scale": "my_step_scale:step_scale",
     "data.reward": "my_reward:reward",
     "environment.name": "my_environment:environment",
+    "schedule.sampler": "my_sampler:sampler",
     "schedule.group_filter": "my_filter:keep_hard_ones",
     "operations.sinks": '["my_sink:Rewards"]',
     "operations.alarms": '["nothing_trained", "my_alarm:LowReward"]',

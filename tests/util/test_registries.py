@@ -133,6 +133,7 @@ ANOTHER_MEANING = {
     ("april/trainers/rollouts/run.py", "local"): "broker and workers as children of the trainer",
     ("april/broker/telemetry/evaluation.py", "pass_at_k"): "a figure of an evaluation",
     ("april/broker/telemetry/sinks.py", "pass_at_k"): "the same",
+    ("april/broker/ledger/row_tallies.py", "spread"): "a column",
     ("april/broker/telemetry/recorder.py", "environment"): "a key of metrics.jsonl",
     ("april/data/arithmetic.py", "final_answer"): "a field of its rows, as anybody's data name them",
     ("april/data/shapes.py", "final_answer"): "the same",
