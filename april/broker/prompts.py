@@ -127,9 +127,8 @@ class PromptBook:
     def bind(self, ledger: Ledger, read: ReadBack) -> None:
         """Let the sampler choose the prompts that the ledger draws. With submitted prompts: give access to them, as the
         ledger has their journal references, and `read` reads them."""
-        if draws := self._draws:
-            ledger.choose_prompt = lambda cursor: draws.choose(ledger.tallies, cursor)
-            ledger.number_of = self.row_number
+        if self._draws:
+            ledger.prompt_order = self._draws
 
     def decode_submission(
         self, message: wire.Submit, arrays: list[wire.PackedArray]

@@ -94,7 +94,7 @@ TestRounds.settings = TestContinuous.settings = settings(
 def test_a_snapshot_covers_every_attribute_of_the_ledger():
     """Each attribute of the ledger is either stored in a snapshot or derived from the rest."""
     stored = {*Parts.__struct_fields__, "groups", "ready", "deliveries", "evaluations", "leases"}
-    outside = {"rules", "write", "group_scored", "keep_images", "number_of", "choose_prompt", "observer", "clock"}
+    outside = {"rules", "write", "group_scored", "keep_images", "prompt_order", "observer", "clock"}
     derived = {"unfiltered", "open_samples", "queue", "bound", "evaluated_versions", "_expiries"}
     assert set(vars(Ledger(Rules(1, 1, 0)))) == stored | outside | derived
 

@@ -32,8 +32,7 @@ class SmallPrompts:
         return *cursor, b""
 
     def bind(self, ledger):
-        ledger.choose_prompt = lambda cursor: self.draws.choose(ledger.tallies, cursor)
-        ledger.number_of = lambda epoch, row: int(self.order(epoch)[row])
+        ledger.prompt_order = self.draws
         return ledger
 
 

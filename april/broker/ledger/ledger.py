@@ -69,8 +69,6 @@ class Ledger(LedgerState):
         """Time of the commands that follow, Unix seconds; the broker sets it."""
         self.group_scored = group_scored
         self.keep_images: Callable[[bool, int, int], list[str]] = lambda evaluation, epoch, row: []
-        self.number_of: Callable[[int, int], int] = lambda epoch, row: -1
-        """Function (epoch, row) -> number of the dataset row, where a sampler chooses the prompts."""
         self._expiries: dict[int, array[int]] = {}
         """Lease ids by second of expiry; a renewed lease keeps its old entry, and is checked again when that is due."""
 
@@ -89,20 +87,16 @@ class Ledger(LedgerState):
     def open_group(
         self, epoch: int, row: int, floor: int, evaluation: bool = False, size: int | None = None, prompt: bytes = b""
     ) -> Group:
-        """Open a group for a drawn prompt, given as int32 token ids, once `keep_images` has put its images on disk.
-
-        `floor`: least policy step of a worker that starts it; for evaluation, the policy step that is evaluated.
-        Evaluation groups are exempt from staleness bound and batches. Raises LedgerError if the bound would break.
-        """
+        """Open a group for a drawn prompt, int32 token ids, once `keep_images` has put its images on disk. `floor`: the
+        least policy step of a worker that starts it; for evaluation, the step that is evaluated, without staleness
+        bound and batches. Raises LedgerError if the bound would break."""
         if not evaluation and not self.bound.survives(self.steps.next, floor):
             raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
         group, size = self.serials.next_group, size or self.rules.group_size
         replaces = None if evaluation else self.dead_letters.requeued_group_at(epoch, row)
-        facts = self.group_scored(evaluation, epoch, row), self.keep_images(evaluation, epoch, row)
-        number = -1 if evaluation else self.number_of(epoch, row)
-        opened = events.GroupOpened(
-            group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, *facts, number
-        )
+        drawn = evaluation, epoch, row
+        facts = self.group_scored(*drawn), self.keep_images(*drawn), self.prompt_order.number_of(*drawn)
+        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, *facts)
         self.commit(opened, [(crc32(prompt), prompt)])
         return self.groups[group]
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from april.broker.ledger.samples import Group
+
 NEVER = -1
 """Number of the last draw of a row that was never drawn."""
 BLANK = {"last": NEVER, "known": 0, "accuracy": 0.0, "spread": 0.0}
@@ -57,6 +59,13 @@ class RowTallies:
         self.accuracy[row] += share * (float(np.mean(accuracies)) - self.accuracy[row])
         self.spread[row] += share * (float(np.std(rewards)) - self.spread[row])
 
+    def complete_group(self, group: Group) -> None:
+        """Count a complete group whose prompt a sampler has chosen; any other is not counted."""
+        scored = [(sample.accuracy, sample.reward) for sample in group.samples if sample.reward is not None]
+        if group.number >= 0 and scored:
+            accuracies, rewards = zip(*scored, strict=True)
+            self.complete(group.number, accuracies, rewards)
+
     def first(self, rows: int) -> "RowTallies":
         """The columns of so many rows, those of rows that were never drawn included; read only."""
         if len(self.last) == rows:
@@ -74,3 +83,15 @@ class RowTallies:
             longer = self.first(max(len(self.last), 1 << row.bit_length()))
             for name in BLANK:
                 setattr(self, name, np.array(getattr(longer, name)))
+
+
+class PromptOrder:
+    """Which prompt is drawn next: the one at the cursor. A sampler chooses otherwise."""
+
+    def choose(self, tallies: RowTallies, cursor: tuple[int, int]) -> tuple[int, int]:
+        """(epoch, row) of the prompt to draw; `cursor` is (epoch, prompts drawn in it)."""
+        return cursor
+
+    def number_of(self, evaluation: bool, epoch: int, row: int) -> int:
+        """Number of the dataset row at a place of an epoch's order, if this is to be counted; otherwise -1."""
+        return -1

@@ -4,7 +4,7 @@ The parts that are `msgspec.Struct`s are stored in snapshots as they are; the ot
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -14,7 +14,7 @@ from april.broker.ledger.batches import LengthCohorts, ReadyGroups, StalenessBou
 from april.broker.ledger.dead_letters import DeadLetterQueue
 from april.broker.ledger.leases import LeaseBook, OpenSamples
 from april.broker.ledger.queues import HandOutQueue
-from april.broker.ledger.row_tallies import RowTallies
+from april.broker.ledger.row_tallies import PromptOrder, RowTallies
 from april.broker.ledger.rules import Prompts, Rules
 from april.broker.ledger.samples import (
     TO_GENERATE,
@@ -178,7 +178,7 @@ class LedgerState:
         """Time of the newest TimePassed event, Unix seconds."""
         self.account, self.serials, self.prompts = Account(), Serials(), PromptCursor()
         self.steps, self.learner, self.rounds = StepProgress(), CurrentLearner(), Rounds()
-        self.dead_letters, self.tallies = DeadLetterQueue(), RowTallies()
+        self.dead_letters, self.tallies, self.prompt_order = DeadLetterQueue(), RowTallies(), PromptOrder()
         self.cohorts = LengthCohorts(rules.batch_groups)
         self.evaluated: dict[int, dict[str, Any]] = {}
         """Results of complete evaluations, by policy step."""
@@ -201,8 +201,6 @@ class LedgerState:
         self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
         self.open_samples = OpenSamples()
         self.queue = HandOutQueue()
-        self.choose_prompt: Callable[[tuple[int, int]], tuple[int, int]] = lambda cursor: cursor
-        """Function (cursor) -> (epoch, row) of the prompt to draw next; a sampler's, or the cursor itself."""
 
     @property
     def first_kept_step(self) -> int:
@@ -263,14 +261,12 @@ class LedgerState:
         return [group for group in self.groups.values() if group.state is GroupState.OPEN and not group.evaluation]
 
     def next_prompt(self, prompts: Prompts) -> tuple[int, int, bytes] | None:
-        """(epoch, row, token ids) for the next group: a re-queued prompt, or else the one at the cursor.
-
-        None when the prompts are exhausted. A re-queued prompt that the dataset's limits exclude stays queued.
-        """
+        """(epoch, row, token ids) for the next group: a re-queued prompt, or else the next by `prompt_order`; None when
+        all are drawn. A re-queued prompt that the dataset's limits exclude stays queued."""
         for requeued in self.dead_letters.requeued.values():
             if (drawn := prompts.draw(requeued)) and drawn[:2] == requeued:
                 return drawn
-        return prompts.draw(self.choose_prompt(self.prompts.next))
+        return prompts.draw(self.prompt_order.choose(self.tallies, self.prompts.next))
 
     def push(self, sample: Sample) -> None:
         """Queue a sample for its next lease, in the queue that its state calls for."""
@@ -335,9 +331,7 @@ class LedgerState:
         self.ready.add(group)
         if self.rules.filtered:
             self.unfiltered.append(group)
-        if group.number >= 0:
-            scored = [(sample.accuracy, sample.reward) for sample in group.samples if sample.reward is not None]
-            self.tallies.complete(group.number, *zip(*scored, strict=True))
+        self.tallies.complete_group(group)
         self.dead_letters.groups_in_a_row = 0
 
     def end_group(self, group: Group, reason: str) -> None:

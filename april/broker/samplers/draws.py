@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from april.broker.ledger.row_tallies import NEVER, RowTallies
+from april.broker.ledger.row_tallies import NEVER, PromptOrder, RowTallies
 from april.broker.samplers import SAMPLERS
 from april.config import ConfigError, ScheduleSection
 from april.config.section import bound
@@ -23,7 +23,7 @@ class SamplerFailed(ConfigError):
     """A sampler that raised an exception, or returned something other than weights; the text names it."""
 
 
-class Draws:
+class Draws(PromptOrder):
     """Chooses prompts by a sampler.
 
     draws = Draws(config.schedule, rows=1000, order=dataset_order, is_usable=has_tokens)
@@ -50,6 +50,9 @@ class Draws:
         if self._chosen is None or self._chosen[0] != state:
             self._chosen = state, (epoch, self._position(tallies.first(self.rows), epoch))
         return self._chosen[1]
+
+    def number_of(self, evaluation: bool, epoch: int, row: int) -> int:
+        return -1 if evaluation else int(self.order(epoch)[row])
 
     def _position(self, tallies: RowTallies, epoch: int) -> int:
         order = self.order(epoch)
