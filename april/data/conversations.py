@@ -3,13 +3,14 @@
 The tokens of a row are those of its text as a whole, as the chat template prints it. The assistant's are what the
 policy would have to sample: what follows the prompt of its turn, up to and including the token that ends the turn. A
 template that marks them ({% generation %}) is believed. Of any other the beginnings of the conversation are printed and
-tokenised, and have to be beginnings of the whole: a row of which that is not so is refused.
+tokenised, and have to be beginnings of the whole. A row of which that is not certain is refused.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from april.config import DataSection, SourceSection
 from april.config.data import Mapping
 from april.config.sft import SftSection
 from april.data.dataset import Dataset, add_rows, given_record, mapping_of
-from april.data.messages import Message, canonical, check_printed
+from april.data.messages import BadMessages, Message, canonical, check_printed
 from april.data.rows import MISSING, BadRow, DatasetRow, checked_prompt, excerpt, find_field, has_other_parts, value_at
 from april.data.tokenizer import Tokenizer
 from april.util.text import first_line
@@ -108,6 +109,9 @@ STAND_INS = "\u25a0\u25a1\u25b2\u25b3\u25cf\u25cb"
 """Characters of which one takes the place of a message's text, to find where that is printed."""
 
 
+NOTHING: Message = {"role": "user", "content": ""}
+
+
 @dataclass(frozen=True, eq=False)
 class Conversation:
     """The T tokens of a row."""
@@ -157,8 +161,7 @@ class ConversationEncoder:
             check_printed(messages, text)
             if self._marks_assistant:
                 return self._marked(messages, row)
-            ids = self.tokenizer.encode_prompt(text).tolist()
-            return ids, self._found(messages, row, text, ids)
+            return self._found(messages, row, text)
         except (TemplateError, TypeError, ValueError) as error:
             if isinstance(error, BadRow):
                 raise
@@ -192,28 +195,58 @@ class ConversationEncoder:
         )  # fmt: skip
         return found["input_ids"], np.asarray(found["assistant_masks"], bool)
 
-    def _found(self, messages: list[Message], row: DatasetRow, text: str, ids: list[int]) -> np.ndarray:
-        """Which of the ids are the assistant's, bool [T], by where its messages begin and end in the text."""
-        is_trained = np.zeros(len(ids), bool)
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, after = messages[:number], messages[: number + 1]
-            begin = self._where(text, before, row, True) or self._where_changed(text, messages, number, row)
+    def _found(self, messages: list[Message], row: DatasetRow, text: str) -> tuple[list[int], np.ndarray]:
+        """Ids, and which are the assistant's, by where its messages begin and end in the text."""
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        begins = [self._begin(text, messages, number, row) for number in numbers]
+        ids, places = self._tokens(text, begins, numbers)
+        is_trained, ends_turn = np.zeros(len(ids), bool), self.tokenizer.eos_token_ids
+        for number, (origin, skipped, first) in zip(numbers, places, strict=True):
             is_last = number + 1 == len(messages)
-            certain_end = len(text) if is_last else self._where(text, after, row, False)
-            end = certain_end or self._where_changed(text, messages, number + 1, row)
-            first, is_boundary = self._tokens_before(text[:begin], ids)
-            stop, ends_there = self._tokens_before(text[:end], ids)
-            ends = [at for at in range(first, stop) if ids[at] in self.tokenizer.eos_token_ids]
-            if begin == 0 or not is_boundary or first >= stop or not (ends or (certain_end and ends_there)):
-                raise BadRow(
-                    f"the chat template does not print message {number} (role 'assistant') alike with and without what "
-                    "follows, or in tokens of its own, so that it is not certain which tokens are its; leave the row "
-                    "out, or mark them in the template with {% generation %}"
-                )
-            is_trained[first : ends[-1] + 1 if ends else stop] = True
-        return is_trained
+            certain = len(text) if is_last else self._where(text, messages[: number + 1], row, False)
+            end = certain or self._where_changed(text, messages, number + 1, row)
+            stop, ends_there = self._tokens_of(text[origin:end], ids[skipped:])
+            stop += skipped
+            # the end token may be that of the next role, which stands behind the message
+            ends = [at for at in range(first, min(stop + (certain > 0), len(ids))) if ids[at] in ends_turn]
+            stop = ends[0] + 1 if ends else stop
+            if not (ends or (certain and ends_there)) or not self._says(ids[first:stop], messages[number]):
+                raise uncertain(number)
+            is_trained[first:stop] = True
+        return ids, is_trained
+
+    def _tokens(self, text: str, begins: list[int], numbers: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Ids of a text in which the assistant's turns, messages `numbers`, begin at the characters `begins`; and for
+        each turn a character and its token, from which its end is counted, and its first token.
+
+        The text is tokenised as a whole, if a token begins at each turn. Otherwise it is tokenised in pieces that begin
+        at the turns, as it is when the policy samples them.
+        """
+        ids = self.tokenizer.encode_prompt(text).tolist()
+        found = [self._tokens_of(text[:begin], ids) for begin in begins]
+        if all(is_boundary for _, is_boundary in found):
+            return ids, [(0, 0, first) for first, _ in found]
+        pieces = [self.tokenizer.encode_prompt(text[a:b]).tolist() for a, b in pairwise([0, *begins, len(text)])]
+        ids = [each for piece in pieces for each in piece]
+        if sorted(begins) != begins or self.tokenizer.decode(ids, keep_special=True) != text:
+            raise uncertain(numbers[0])
+        firsts = list(accumulate(map(len, pieces)))
+        return ids, [(begin, first, first) for begin, first in zip(begins, firsts, strict=False)]
+
+    def _says(self, ids: list[int], message: Message) -> bool:
+        """Whether tokens say what a message says, but for thoughts."""
+        try:
+            check_printed([message, NOTHING], self.tokenizer.decode(ids, keep_special=True))
+        except BadMessages:
+            return False
+        return True
+
+    def _begin(self, text: str, messages: list[Message], number: int, row: DatasetRow) -> int:
+        """Number of characters of `text` before the assistant's turn that is message `number`. Raises BadRow."""
+        prompted = self._where(text, messages[:number], row, True)
+        if begin := prompted or self._where_changed(text, messages, number, row):
+            return begin
+        raise uncertain(number)
 
     def _where(self, text: str, messages: list[Message], row: DatasetRow, is_open: bool) -> int:
         """Number of characters of `text` that messages at its beginning print; 0 if they print something else."""
@@ -224,19 +257,27 @@ class ConversationEncoder:
         return len(printed) if text.startswith(printed) else 0
 
     def _where_changed(self, text: str, messages: list[Message], number: int, row: DatasetRow) -> int:
-        """Number of characters of `text` before that of message `number`; 0 if it has no text of its own."""
+        """Number of characters of `text` before those that change with the content of message `number`; 0 if none do or
+        none come before."""
         stand_in = next((mark for mark in STAND_INS if mark not in text), "")
-        if not stand_in or not messages[number]["content"]:
-            return 0
         changed = {**messages[number], "content": stand_in}
         printed = self._print([*messages[:number], changed, *messages[number + 1 :]], row)
-        return alike(text, printed)
+        return alike(text, printed) if stand_in and printed != text else 0
 
-    def _tokens_before(self, beginning: str, ids: list[int]) -> tuple[int, bool]:
+    def _tokens_of(self, beginning: str, ids: list[int]) -> tuple[int, bool]:
         """Number of first `ids` that the beginning of their text has too, and whether it has no others."""
         found = self.tokenizer.encode_prompt(beginning).tolist()
         count = alike(found, ids)
         return count, count == len(found)
+
+
+def uncertain(number: int) -> BadRow:
+    """The refusal of a row for its message `number`."""
+    return BadRow(
+        f"the chat template does not print message {number} (role 'assistant') alike with and without what follows, or "
+        "the tokeniser joins it with what is around it, so that it is not certain which tokens are its; leave the row "
+        "out, or mark them in the template with {% generation %}"
+    )
 
 
 def alike(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -80,7 +80,8 @@ def inspect_conversations(config: Config, book: ConversationBook, found: Finding
     are left out, and an error for the first that cannot be trained."""
     found.run_check(book.held_out_batch)
     deadline, lengths, trained = time.monotonic() + patience_s, list[int](), 0
-    too_long, refused = list[str](), list[str]()
+    too_long, refused, endless = list[str](), list[str](), list[str]()
+    ends_turn = book.encoder.tokenizer.eos_token_ids
     for where, row in located(book.rows, config.data.train_sources, range(len(book.rows))):
         if time.monotonic() > deadline:
             break
@@ -91,6 +92,8 @@ def inspect_conversations(config: Config, book: ConversationBook, found: Finding
             continue
         lengths.append(len(conversation.tokens))
         trained += int(conversation.is_trained.sum())
+        if int(conversation.tokens[conversation.is_trained][-1]) not in ends_turn:
+            endless.append(where)
         if lengths[-1] > book.max_tokens:
             too_long.append(where)
     looked_at = len(lengths) + len(refused)
@@ -105,6 +108,11 @@ def inspect_conversations(config: Config, book: ConversationBook, found: Finding
         found.warnings.append(
             f"{len(too_long)} of {looked_at} rows are left out, the first {too_long[0]}: they have more than "
             f"{book.max_tokens} tokens; raise sft.max_tokens if the model's context has room"
+        )
+    if endless and config.sft.train_on == "assistant":
+        found.warnings.append(
+            f"the chat template prints no end token behind the last answer of {len(endless)} of {looked_at} rows, the "
+            f"first {endless[0]}: the policy does not learn to stop there; print the model's in the template"
         )
     if lengths and len(too_long) == len(lengths):
         source = config.data.train_sources[0].named()

@@ -22,8 +22,9 @@ def assistant(text, **more):
 
 @pytest.fixture
 def encoder(tmp_path):
-    def make(template=CHATML, **section):
-        tokenizer = Tokenizer(save_chat_tokenizer(tmp_path / "policy", template))
+    def make(template=CHATML, special=(), ends=(), **section):
+        tokenizer = Tokenizer(save_chat_tokenizer(tmp_path / "policy", template, special))
+        tokenizer.eos_token_ids |= set(tokenizer.inner.convert_tokens_to_ids(list(ends)))
         return ConversationEncoder(tokenizer, DataSection(path="unused.jsonl"), SftSection(**section))
 
     return make
@@ -73,15 +74,30 @@ def plain_and_marked(tmp_path_factory):
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4))
 def test_what_is_found_is_what_the_marks_of_a_template_say(texts, plain_and_marked):
     messages = [message for asked, said in texts for message in ({"role": "user", "content": asked}, assistant(said))]
-    of_template = []
-    for encoder in plain_and_marked:
-        try:
-            found = encoder.encode(DatasetRow(messages, ""))
-        except BadRow as error:  # a line break that the tokeniser joins with the one before the answer
-            assert any(said.startswith("\n") for _, said in texts) and "not certain" in str(error)
-            return
-        of_template.append((found.tokens.tolist(), found.is_trained.tolist()))
-    assert of_template[0] == of_template[1]
+    plain, marked = (encoder.encode(DatasetRow(messages, "")) for encoder in plain_and_marked)
+    decode = plain_and_marked[0].tokenizer.decode
+    assert decode(plain.tokens, keep_special=True) == decode(marked.tokens, keep_special=True)
+    if any(said.startswith("\n") for _, said in texts):  # joined with the line break of the prompt, by the marks' text
+        return
+    assert plain.tokens.tolist() == marked.tokens.tolist()
+    assert plain.is_trained.tolist() == marked.is_trained.tolist()
+
+
+def test_an_answer_is_tokenised_apart_from_its_prompt_where_a_token_would_join_them(encoder):
+    made = encoder()
+    messages = [USER, assistant("\nhello"), USER, assistant("\n\none")]
+    assert trained(made, messages) == ["\nhello<|im_end|>", "\n\none<|im_end|>"]
+    asked = made.tokenizer.encode_prompt([USER])
+    assert made.encode(DatasetRow(messages, "")).tokens[: len(asked)].tolist() == asked.tolist()
+
+
+def test_the_token_of_the_next_role_is_trained_where_it_is_what_ends_a_turn(encoder):
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    made = encoder(template, special=["<|user|>", "<|assistant|>"], ends=["<|user|>"])
+    assert trained(made, [USER, assistant("one"), USER, assistant("two")]) == ["one<|user|>", "two"]
 
 
 def test_all_tokens_but_the_first_are_trained_if_asked_for(encoder):
@@ -101,11 +117,11 @@ def test_a_text_and_its_answer_are_tokenised_apart_and_end_with_the_end_token(en
     [
         (CHATML, [USER, TOOL], "has no message of the assistant's"),
         (COUNTING, [USER, assistant("one"), USER, assistant("two")], "not certain which tokens are its"),
-        (CHATML, [USER, assistant("\nhello")], "not certain which tokens are its"),
+        (CHATML, [USER, assistant("one<|im_end|>two")], "not certain which tokens are its"),
         (CHATML.replace("{{ message.content }}", ""), [USER, assistant("one")], "does not print 'hello\\?'"),
         ("{{ raise_exception('no') }}", [USER, assistant("one")], "the chat template refuses"),
     ],
-    ids=["none", "counting", "joined", "not printed", "refused"],
+    ids=["none", "counting", "end within", "not printed", "refused"],
 )
 def test_a_row_of_which_it_is_not_certain_what_to_train_is_refused(encoder, template, messages, why):
     with pytest.raises(BadRow, match=why):

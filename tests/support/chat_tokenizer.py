@@ -45,14 +45,14 @@ COUNTING = "{{ messages | length }} messages{% for message in messages %}[{{ mes
 """Prints the beginning of a conversation otherwise than that of a longer one."""
 
 
-def save_chat_tokenizer(folder, template=CHATML):
-    """Write the tokeniser with a template into a folder; returns the folder."""
+def save_chat_tokenizer(folder, template=CHATML, special=()):
+    """Write the tokeniser with a template and further special tokens into a folder; returns the folder."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, *("".join(pair) for pair in MERGES)]
     inner = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, MERGES))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    inner.add_special_tokens([AddedToken(text, special=True) for text in (*SPECIAL, *special)])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<pad>")
     wrapped.chat_template = template
     folder.mkdir(exist_ok=True)
