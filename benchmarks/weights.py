@@ -4,14 +4,20 @@ Ranks of a learner hold a sharded model in bfloat16, gather and publish it over 
 machine, each version in parts of which every rank gathers and sends one. `publish_extra_bytes` is the most that any
 rank's memory grows by meanwhile, `publish_extra_limit` the rank's shard and three buckets. The last version of the same
 call is gathered on rank 0 and sent from there: `undivided_extra_bytes`.
+
+`join_without_learner_ratio` is the time in which a worker has the weights of a snapshot of as many bytes, in a file for
+each rank, over that of reading the same files and computing their SHA-256, as many at a time. Before both the files
+leave the page cache.
 """
 
 import contextlib
+import hashlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orjson
@@ -29,6 +35,7 @@ def main() -> None:
     model_bytes, workers = (64 if given.quick else given.mib) << 20, [1, 2]
     with tempfile.TemporaryDirectory(prefix="april-weights-") as made:
         result = measure(Path(made), given.ranks, model_bytes // TENSOR_BYTES, workers)
+        joins, reads = measure_joins(Path(made) / "snapshots", given.ranks, model_bytes, 3 if given.quick else 5)
     ranks = result["ranks"]
     extra, sent = max(each["extra_bytes"] for each in ranks), [each["sent_bytes"] for each in ranks]
     limit = ranks[0]["shard_bytes"] + 3 * BUCKET_BYTES
@@ -39,6 +46,9 @@ def main() -> None:
         Row("undivided_extra_bytes", [result["undivided_extra_bytes"]], "bytes"),
         Row("egress_share_of_busiest_rank", [max(sent) / sum(sent)], "of all bytes sent"),
         Row("egress_share_limit", [1.3 / given.ranks], "of all bytes sent"),
+        Row("join_without_learner_s", joins, "s"),
+        Row("read_and_checked_s", reads, "s"),
+        Row("join_without_learner_ratio", [join / read for join, read in zip(joins, reads, strict=True)], "of reading"),
         *(Row(name, [value], "s") for name, value in sorted(result["seconds"].items())),
     ]
     report(rows, given.json, model_bytes=model_bytes, ranks=given.ranks)
@@ -67,6 +77,54 @@ def measure(folder: Path, ranks: int, tensors: int, workers: list[int]) -> dict:
                 sys.exit("".join(path.read_text()[-2000:] for path in folder.glob("*.log")))
             time.sleep(0.2)
         return orjson.loads((folder / "result.json").read_bytes())
+
+
+def measure_joins(folder: Path, ranks: int, model_bytes: int, turns: int) -> tuple[list[float], list[float]]:
+    """Seconds in which a worker has the weights of a snapshot, and in which the same files are read and checked."""
+    import torch
+
+    from april.util.objects import ObjectStore
+    from april.weights.folders import READERS, TENSORS, WeightFolders
+    from april.weights.puller import SnapshotPuller
+    from april.weights.snapshot import pack
+    from april.wire.message import Version
+
+    folders, version, values = WeightFolders(ObjectStore(str(folder))), Version(0, 0), TENSOR_BYTES // 2
+    files = []
+    for rank in range(ranks):
+        count = model_bytes // TENSOR_BYTES // ranks
+        part = {f"{rank}.{each}": torch.randn(values, dtype=torch.bfloat16) for each in range(count)}
+        files += folders.write_part(pack(version, part), rank)
+    written = folders.complete(version, files, None, {})
+    paths = sorted(folder.rglob(f"*{TENSORS}"))
+    joins, reads = [], []
+    for _ in range(turns):
+        forget(paths)
+        began = time.perf_counter()
+        puller = SnapshotPuller(folders, 600.0)
+        puller.offer([written])
+        while not puller.has_staged:
+            time.sleep(0.001)
+        joins.append(time.perf_counter() - began)
+        puller.close()
+        forget(paths)
+        began = time.perf_counter()
+        with ThreadPoolExecutor(READERS) as threads:
+            list(threads.map(read_and_check, paths))
+        reads.append(time.perf_counter() - began)
+    return joins, reads
+
+
+def forget(paths: list[Path]) -> None:
+    """Have the kernel drop files from its page cache."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_and_check(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 if __name__ == "__main__":

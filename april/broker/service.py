@@ -264,6 +264,7 @@ class Service:
             renew_s=self.config.broker.renew_s,
             weights_address=self.ledger.learner.weights_address,
             weights_key=self.ledger.learner.weights_key,
+            weight_folders=self.ledger.learner.weight_folders,
         )
         self.peers.send(peer, welcome, sequence=received.sequence)
         if hello.role in HOLDERS:

@@ -122,30 +122,30 @@ def check_listening(agent: AgentSection) -> None:
         )
 
 
-def check_checkpoint_store(url: str) -> None:
-    """Refuse a checkpoint store URL that names no durable folder, or that has credentials in it, which the run's files
-    would show."""
+def check_store_url(key: str, url: str) -> None:
+    """Refuse the URL of an object store, given as `key`, that names no durable folder, or that has credentials in it,
+    which the run's files would show."""
     scheme, colon, rest = url.partition("://")
     credentials, at, _ = rest.partition("/")[0].rpartition("@")
     if not url:
         return
     if (at and ":" in credentials) or "?" in rest:
         refuse(
-            "learner.checkpoint_store",
+            key,
             f"{scheme}://…",
             "has credentials or options in it, which the run's files would show",
             "leave them to the environment of each part",
         )
     if not (colon and scheme and rest.strip("/")) or "::" in url or (scheme in ("file", "local") and rest[0] != "/"):
         refuse(
-            "learner.checkpoint_store",
+            key,
             url,
             "is no URL of a folder",
             "give one as s3://bucket/folder or file:///folder, or leave it out",
         )
     if scheme == "memory":
         refuse(
-            "learner.checkpoint_store",
+            key,
             f"{scheme}://…",
             "ends with its process",
             "give a store that outlives the run's machines",

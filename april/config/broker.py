@@ -107,8 +107,8 @@ class WeightsSection(Section):
     transport: str = Field(
         "collective",
         description="How new weights reach the workers: collective (broadcast over process groups), shared_memory "
-        "(copied through memory; learner and workers are on one machine), external (your framework loads them into the "
-        "servers), or yours as package.module:Class.",
+        "(copied through memory; learner and workers are on one machine), pull (workers read snapshots in "
+        "weights.folder), external (your framework loads them into the servers), or yours as package.module:Class.",
     )
     host: str = Field(
         AUTO,
@@ -137,6 +137,18 @@ class WeightsSection(Section):
         gt=0,
         description="Longest transfer of one version to a worker (seconds). A slower worker loses its weight channel "
         "and joins again.",
+    )
+    folder: str = Field(
+        AUTO,
+        description="Folder, or fsspec URL of an object store such as s3://bucket/folder, for the snapshots of weights "
+        "that transport = 'pull' writes and workers read; in a store each run's are below its name. auto: weights/ in "
+        "the run's folder, which workers on other machines have to see.",
+    )
+    every: int = Field(
+        1,
+        ge=1,
+        description="Interval at which transport = 'pull' writes a snapshot (policy steps). A high value saves writing "
+        "and makes tokens older; above 1 only for a schedule without rounds, and at most schedule.max_staleness.",
     )
     senders: Literal["rank_0", "all"] = Field(
         "rank_0",

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from april.config.addresses import check_addresses, check_checkpoint_store, check_listening
+from april.config.addresses import check_addresses, check_listening, check_store_url
 from april.config.advantages import check_advantage, check_critic
 from april.config.broker import BrokerSection
 from april.config.data import DataSection, check_evaluation, check_set_paths
@@ -12,6 +12,7 @@ from april.config.sections import Config
 from april.config.sharing import check_memory_division, check_sharing, check_time_sharing
 from april.config.teachers import check_teachers
 from april.config.training import AlgorithmSection, check_lora
+from april.config.weights import check_external_weights, check_snapshots, check_transport
 from april.config.workers import EnvironmentSection
 from april.util.errors import refuse, toml_like
 from april.util.registry import REGISTRIES, registry_of
@@ -42,7 +43,8 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_critic(config)
     check_advantage(config)
     check_lora(config.lora, config.learner.master_weights)
-    check_checkpoint_store(config.learner.checkpoint_store)
+    check_store_url("learner.checkpoint_store", config.learner.checkpoint_store)
+    check_snapshots(config)
     check_sharing(config)
     backend = config.shipped_part("learner.backend")
     if backend:
@@ -369,38 +371,4 @@ def check_engine(config: Config) -> None:
     engine.check(config)
     check_memory_division(config)
     check_external_weights(config)
-    transports = registry_of("weights.transport")
-    if engine.broadcasts_to_servers(config) and not transports.find(config.weights.transport).takes_servers:
-        refuse(
-            "weights.transport",
-            config.weights.transport,
-            f"takes no servers into its channels, which engine.weights = {config.engine.weights!r} wants",
-            f"use {transports.names_where(lambda transport: transport.takes_servers)}, or another engine.weights",
-        )
-
-
-def check_external_weights(config: Config) -> None:
-    """Refuse externally loaded weights (`weights.transport`) with servers that the external trainer cannot reach."""
-    if not config.is_shipped("weights.transport"):
-        return
-    if registry_of("weights.transport").find(config.weights.transport).carries_weights:
-        return
-    engines = registry_of("worker.engine")
-    if not engines.find(config.worker.engine).accepts_external_weights:
-        refuse(
-            "weights.transport",
-            config.weights.transport,
-            f"leaves it to others to load weights, who cannot reach those of worker.engine = {config.worker.engine!r}",
-            f"use {engines.names_where(lambda one: one.accepts_external_weights)}",
-        )
-    if not config.engine.url:
-        refuse(
-            "weights.transport",
-            config.weights.transport,
-            "leaves it to others to load weights, who do not know the servers that a worker starts",
-            "give theirs in engine.url",
-        )
-    if config.engine.pause != "abort":
-        refuse(
-            "engine.pause", config.engine.pause, "keeps requests in servers whose weights others change", "use 'abort'"
-        )
+    check_transport(config, engine)

@@ -55,11 +55,13 @@ def train(config: configuration.Config, address: str) -> None:
 
     from april.learner import loop, process_group
     from april.learner.publication import DividedSending
+    from april.learner.snapshot_writing import SnapshotWriting
     from april.learner.source import BrokerSource
     from april.learner.time_sharing import TimeSlice
     from april.learner.token_stats import keeps_samples
     from april.learner.trainer import Trainer
     from april.util.pulse import MAIN, LoopWatch
+    from april.weights import TRANSPORTS
     from april.weights.publisher import WeightPublisher
     from april.weights.transports import weights_towards
     from april.wire.sockets.base import address_at
@@ -75,21 +77,24 @@ def train(config: configuration.Config, address: str) -> None:
         LoopWatch(config.learner.hung_s, config.learner.load_s).start()
         keys = config.keys
         address = address_at(address, config.broker.patience_s)
-        publisher = WeightPublisher(weights_towards(config, address), config.run.name, device.type, keys, address)
+        if not TRANSPORTS.find(config.weights.transport).pulls:
+            publisher = WeightPublisher(weights_towards(config, address), config.run.name, device.type, keys, address)
         source = BrokerSource(
-            address, publisher.address, config.broker.patience_s, load_keys(keys, "learner"),
+            address, publisher.address if publisher else "", config.broker.patience_s, load_keys(keys, "learner"),
             keeps_samples=partial(keeps_samples, config.samples),
         )  # fmt: skip
     time_slice = TimeSlice(config, device, rank)
     time_slice.acquire()
     trainer = Trainer(config, device)
-    divided = DividedSending.start(trainer, publisher)
-    loop.run(config, trainer, source, publisher, time_slice, divided)
+    snapshots = SnapshotWriting.start(config, source.weights_written if source else None)
+    divided = None if snapshots else DividedSending.start(trainer, publisher)
+    loop.run(config, trainer, source, publisher, time_slice, divided, snapshots=snapshots)
     if divided:
         divided.close()
     process_group.leave()
-    if source and publisher:
+    if source:
         source.close()
+    if publisher:
         publisher.close()
     log.info("rank %d is done", rank)
 

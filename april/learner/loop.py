@@ -19,6 +19,7 @@ from april.learner.prefetch import BatchPrefetcher, BatchSource, Publisher, Weig
 from april.learner.process_group import long_wait_group
 from april.learner.publication import DividedSending, WeightPublication
 from april.learner.samples import SampleWriter
+from april.learner.snapshot_writing import SnapshotWriting
 from april.learner.time_sharing import TimeSlice
 from april.learner.trainer import Trainer
 from april.util.files import retried
@@ -52,6 +53,7 @@ def run(
     time_slice: TimeSlice | None = None,
     divided: DividedSending | None = None,
     publication: Publication | None = None,
+    snapshots: SnapshotWriting | None = None,
 ) -> None:
     """Train until `source.fetch` returns None. Collective; `source` and `publisher` are None except on rank 0.
 
@@ -64,7 +66,8 @@ def run(
 
     `time_slice` is the learner's share of an accelerator that it shares with engines, already acquired; it is released
     while the learner waits for a batch. `divided`: the ranks as senders of a part of the weights each; None: rank 0
-    sends all. `publication`: what happens to new weights; None: they are sent to workers by `publisher`.
+    sends all. `snapshots`: the ranks as writers of snapshots, which workers read; None: weights are sent.
+    `publication`: what happens to new weights; None: they are sent to workers by `publisher`, or written.
 
     While rank 0 waits for the broker or writes the last files, the other ranks wait for it in a process group with a
     timeout of days, not in the collectives of the next step.
@@ -80,7 +83,7 @@ def run(
     check = divided.check if divided else lambda: None
     prefetcher = BatchPrefetcher(source, prefetch_group, trainer.prepare, check)
     if publication is None:
-        publication = WeightPublication(trainer, WeightSender(publisher, incarnation, frontier), divided)
+        publication = WeightPublication(trainer, WeightSender(publisher, incarnation, frontier), divided, snapshots)
     nonfinite_in_a_row = 0
     prefetcher.request(trainer.step_count)
     publication.publish()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from april.config import Config, is_loopback
 from april.learner.prefetch import Weights, WeightSender
 from april.learner.process_group import all_gather_values, is_on_one_machine, long_wait_group
+from april.learner.snapshot_writing import SnapshotWriting
 from april.learner.trainer import Trainer
 from april.learner.weight_parts import gather_part
 from april.util.errors import refuse
@@ -126,35 +127,43 @@ def problem_on_route(host: str, port: int, timeout_s: float) -> str:
 
 
 class WeightPublication:
-    """Publishes the trainer's weights: gathers them on rank 0, or a part of them on each rank, and sends them in
-    threads while training goes on."""
+    """Publishes the trainer's weights: gathers them on rank 0, or a part of them on each rank, and sends or writes them
+    in threads while training goes on."""
 
-    def __init__(self, trainer: Trainer, sender: WeightSender, divided: DividedSending | None = None):
-        self.trainer, self.sender, self.divided = trainer, sender, divided
+    def __init__(
+        self,
+        trainer: Trainer,
+        sender: WeightSender,
+        divided: DividedSending | None = None,
+        snapshots: SnapshotWriting | None = None,
+    ):
+        self.trainer, self.sender, self.divided, self.snapshots = trainer, sender, divided, snapshots
 
     def publish(self) -> dict[str, float]:
-        """Gather the current weights and start sending them, unless their step is below the frontier (a replayed
-        batch); returns the seconds of each part of the work and, if weights are published in 16 bits,
-        `canary_rounding`: what rounding does to log-probabilities at the sampling temperature, nats. Collective."""
+        """Gather the current weights and start sending or writing them, unless their step is below the frontier (a
+        replayed batch), or no snapshot is due; returns the seconds of each part of the work and, if weights are
+        published in 16 bits, `canary_rounding`: what rounding does to log-probabilities at the sampling temperature,
+        nats. Collective."""
         step = self.trainer.step_count
-        if not self.sender.is_due(step):
+        if not self.sender.is_due(step) or (self.snapshots and not self.snapshots.is_due(step)):
             return {}
         began = time.perf_counter()
         MAIN.at("gathering weights")
         canary = self.trainer.canary() if self.trainer.config.weights.canary else None
         scored = time.perf_counter()
+        version = Version(self.sender.incarnation, step)
         weights: Weights
-        if self.divided:
-            weights = self.divided.gather(self.trainer, Version(self.sender.incarnation, step))
+        if self.snapshots:
+            self.snapshots.start_writing(self.snapshots.gather(self.trainer, version), canary)
         else:
-            weights = self.trainer.weights_to_publish()
-        self.sender.start(step, weights, canary)
+            weights = self.divided.gather(self.trainer, version) if self.divided else self.trainer.weights_to_publish()
+            self.sender.start(step, weights, canary)
         figures = {"canary_s": scored - began, "gather_s": time.perf_counter() - scored}
         if canary and canary.dtype != "float32":
             figures["canary_rounding"] = canary.rounding / (self.trainer.config.sampling.temperature or 1.0)
         return figures
 
     def finish(self) -> dict[str, float]:
-        """Wait until the weights are sent; returns metrics of the publication."""
+        """Wait until the weights are sent or written; returns metrics of the publication."""
         MAIN.at("sending weights", takes_long=True)
-        return self.sender.finish()
+        return self.snapshots.finish() if self.snapshots else self.sender.finish()

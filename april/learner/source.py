@@ -115,6 +115,10 @@ class BrokerSource:
     def durable(self, step: int, oldest: int) -> None:
         self._ask(wire.Durable(step, oldest))
 
+    def weights_written(self, folder: wire.WeightFolder) -> None:
+        """Report a snapshot of weights that workers may read; returns once the broker has journalled it."""
+        self._ask(wire.WeightsWritten(folder))
+
     def best(self) -> tuple[int, list[int]]:
         [answer] = self._ask(wire.BestRequest())
         return answer.message.step, answer.message.undecided

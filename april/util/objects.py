@@ -16,7 +16,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,8 @@ TIMEOUT_S = 120.0
 """Default time without any progress after which one try of a call is given up (s)."""
 SINGLE_TRY_TIMEOUT_S = 30.0
 """Upper bound of the time without progress for a store whose calls are tried only once (s)."""
+PIECE_BYTES = 2**24
+"""Most bytes of a file that are read at a time."""
 DELAYS_S = (1.0, 4.0, 16.0)
 """Delays before the first retry of a failed call, the second one, and so on (s)."""
 LOCAL = {"file", "local"}
@@ -121,6 +123,34 @@ class ObjectStore:
 
         self._call("read", name, get)
 
+    def write_pieces(self, name: str, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
+        """Write a file piece by piece, without a copy of it in memory. `pieces` is called anew for each try."""
+
+        def send(files: Any, full_name: str, moved: Any) -> None:
+            make_folder(files, full_name)
+            size = 0
+            with files.open(full_name, "wb") as file:
+                for piece in pieces():
+                    size += file.write(piece)
+                    moved.absolute_update(size)
+            settle(files, full_name)
+
+        self._call("write", name, send)
+
+    def read_into(self, name: str, buffer: Callable[[int], memoryview], read: Callable[[memoryview], None]) -> None:
+        """Read a file into memory, anew for each try: `buffer` gets its size in bytes and returns as much
+        memory, `read` gets each part of it that has been filled, in order."""
+
+        def get(files: Any, full_name: str, moved: Any) -> None:
+            data, done = buffer(files.size(full_name)), 0
+            with files.open(full_name, "rb") as file:
+                while count := file.readinto(data[done : done + PIECE_BYTES]):
+                    read(data[done : done + count])
+                    done += count
+                    moved.absolute_update(done)
+
+        self._call("read", name, get)
+
     def names(self, folder: str = "") -> set[str]:
         """Names of all files below a folder, by default of the whole store."""
 
@@ -170,6 +200,8 @@ class ObjectStore:
         for delay_s in (*self.delays_s, None):
             try:
                 return self._try(name, work)
+            except StoreError:
+                raise  # `work` has given up itself
             except PERMANENT_ERRORS as error:
                 kind = StoreLacks if isinstance(error, FileNotFoundError) else StoreRefused
                 raise kind(f"{url} cannot be {DONE[operation]}: {reason(error)}") from None

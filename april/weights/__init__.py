@@ -1,5 +1,5 @@
-"""Transfer of new weights from the learner to the workers, over one weight channel per worker. `transports.py` has the
-ways to carry the bytes."""
+"""Transfer of new weights from the learner to the workers: over one weight channel per worker, or through snapshots
+that workers read. `transports.py` has the ways to carry the bytes."""
 
 from april.util.registry import Registry
 
@@ -9,6 +9,7 @@ TRANSPORTS = Registry(
     {
         "collective": "april.weights.transports:CollectiveTransport",
         "external": "april.weights.transports:ExternalTransport",
+        "pull": "april.weights.transports:PullTransport",
         "shared_memory": "april.weights.transports:SharedMemoryTransport",
     },
     base="april.weights.transports:Transport",

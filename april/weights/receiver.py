@@ -11,10 +11,8 @@ The worker's main loop takes staged weights between two decode steps, so a forwa
 import logging
 import os
 import queue
-import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +26,6 @@ from april.util import clock
 from april.util.lifetime import PartThread, in_background
 from april.weights import TRANSPORTS
 from april.weights.base import BaseWeights
-from april.weights.canary import Canary
 from april.weights.channel import (
     CHANNEL_BODIES,
     CLOSED,
@@ -45,6 +42,7 @@ from april.weights.channel import (
     link_name,
 )
 from april.weights.snapshot import ReusedBuffers, SnapshotError, buckets, joint_digest, unpack, verify
+from april.weights.source import StagedWeights, WeightSource
 from april.weights.transports import Link, OtherMachine, Transport
 from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
 from april.wire.message import Version
@@ -59,32 +57,6 @@ CLOSE_LINGER_MS = 200
 """Longest wait until the last message to a learner that may be gone has been sent, milliseconds."""
 INVITATION_S = 5.0
 """Interval between two requests for a channel while the learner has not invited the worker, seconds."""
-
-
-@dataclass(frozen=True)
-class StagedWeights:
-    """Weights that have arrived and wait to be loaded into the engine, or that an inference server will get
-    directly."""
-
-    version: Version
-    tensors: dict[str, Tensor] | None
-    """Tensors by name. None if the weights do not pass through the worker: after `post` is called, the learner
-    broadcasts them to the inference server, or the trainer loads them there."""
-    started_at: float
-    """Time at which the manifest arrived, Unix time in seconds."""
-    manifest: ChannelManifest | None = None
-    post: Callable[[], None] | None = None
-    """Function that tells the learner that the engine has stopped and is ready for these weights, or for the next part
-    of them."""
-    canary: Canary | None = None
-    """Canary tokens with the learner's log-probabilities under these weights; None if the learner publishes none."""
-    digest: str = ""
-    """Digest of the bytes of all the weights."""
-    adapter: Adapter | None = None
-    """How to merge the tensors, if they are an adapter's for an engine that accepts adapters; None if they are complete
-    weights."""
-    externally_loaded: "Future[None] | None" = None
-    """For weights that the trainer loads into the server: future that is done once the trainer has loaded them."""
 
 
 class InferenceServer(Protocol):
@@ -107,7 +79,9 @@ class LearnerRefuses(RuntimeError):
     """The learner's publisher does not accept this worker's key; the text says why."""
 
 
-class WeightReceiver:
+class WeightReceiver(WeightSource):
+    """The source of a worker that gets weights over a channel."""
+
     def __init__(
         self,
         config: WeightsSection,
@@ -123,6 +97,7 @@ class WeightReceiver:
         """`up`: whether the engine is up; while it is down there is no channel, so that no learner waits for the
         worker. `base`: the worker's base model, if the learner may send adapters of it. `adapts`: whether the engine
         accepts an adapter unmerged; otherwise the receiver merges it."""
+        super().__init__()
         self.server, self.up, self.base, self.adapts = server, up, base, adapts
         self.config = config
         self.transport: Transport = TRANSPORTS.find(config.transport)(config)
@@ -132,10 +107,6 @@ class WeightReceiver:
         """What the engine has to tell the learner, in order: methods of `LearnerConnection` with their arguments, which
         the receiver's thread calls."""
         self.buffers = ReusedBuffers()
-        self._lock = threading.Lock()
-        self._staged: StagedWeights | None = None
-        self.held: Version | None = None
-        """Version that the engine samples from."""
         self._learner = ("", "")
         """(address, CURVE public key) of the learner's publisher."""
         self._closed = False
@@ -145,31 +116,12 @@ class WeightReceiver:
         self._thread.start()
 
     def connect(self, address: str, key: str = "") -> None:
-        """Set address and public key of the learner's publisher; a change means a new learner."""
         if address and (address, key) != self._learner:
             self._learner = (address, key)
             self._wake()
 
-    def take(self) -> StagedWeights | None:
-        """Take the weights that have arrived completely and were not taken yet; None if there are none."""
-        with self._lock:
-            staged, self._staged = self._staged, None
-        return staged
-
-    @property
-    def staged_version(self) -> Version | None:
-        """Version of the weights that `take` would return; None if there are none."""
-        with self._lock:
-            return self._staged.version if self._staged else None
-
-    @property
-    def has_staged(self) -> bool:
-        """Whether `take` would return weights."""
-        return self.staged_version is not None
-
     def loaded(self, version: Version) -> None:
-        """Note that the engine samples from `version` now; the learner is told."""
-        self.held = version
+        super().loaded(version)
         self._report(LearnerConnection.tell_loaded, version)
 
     def put_off(self, puts_off: bool) -> None:
@@ -183,18 +135,11 @@ class WeightReceiver:
         channel ends, and the worker asks for another one after a while."""
         self._report(LearnerConnection.tell_refused, why, wrong)
 
-    def released(self) -> None:
-        """Note that the engine has released its weights and waits for the next publication."""
-        self.held = None
-
     def forget(self) -> None:
-        """Note that the engine has lost its weights: ask the learner for the current ones over a new channel."""
-        with self._lock:
-            self._staged = self.held = None
+        super().forget()
         self._report(LearnerConnection.ask_again)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the receiver's thread, unless it is blocked in a transfer that has not timed out yet."""
         self._closed = True
         self._wake()
         self._thread.join(timeout_s)
@@ -270,10 +215,6 @@ class WeightReceiver:
         with self._lock:
             if self._staged and self._staged.manifest:
                 self._staged = None
-
-    def stage(self, staged: StagedWeights) -> None:
-        with self._lock:
-            self._staged = staged
 
 
 class LearnerConnection:

@@ -1,6 +1,6 @@
 """Weight transports: the ways in which weights get to the workers. Either the learner sends buckets of bytes to each
-worker, over a process group per channel or through memory that both share; or a framework loads the weights itself, and
-a channel only signals when it has.
+worker, over a process group per channel or through memory that both share; or workers read snapshots that the learner
+has written; or a framework loads the weights itself, and a channel only signals when it has.
 
 A transport knows nothing of versions, checksums or membership. Damaged data is detected by checksum elsewhere, and a
 channel that fails is dropped and replaced by a new one. Imports no torch at module level, since every process checks
@@ -63,6 +63,9 @@ class Transport:
 
     is_local: ClassVar[bool] = False
     """Whether a link's two sides have to be on one machine."""
+    pulls: ClassVar[bool] = False
+    """Whether workers read the weights from snapshots that the learner writes (`weights.folder`); there are no channels
+    then."""
 
     def __init__(self, config: WeightsSection):
         self.config = config
@@ -268,6 +271,18 @@ class SharedMemoryLink(Link):
         if not words:
             raise ConnectionError("the other side of the weight channel is gone")
         return len(words)
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+class PullTransport(Transport):
+    """Has workers read the weights from snapshots: `april/weights/folders.py`, `april/weights/puller.py`."""
+
+    pulls = True
+
+    def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> Link:
+        raise RuntimeError("weights.transport = 'pull' has no channels")
 
 
 # --- externally loaded weights ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from april.wire.message import Message, Name, Number, Seconds
+from april.wire.training import WeightFolder
 
 DENIED = "access denied: "
 """Prefix of the reason in a `Refused` that is final for the peer: the peer's key does not permit what it does."""
@@ -39,6 +40,8 @@ class Welcome(Message):
     weights_address: str
     weights_key: str = ""
     """CURVE public key of the learner's publisher; "" without CURVE."""
+    weight_folders: list[WeightFolder] = []
+    """Snapshots of weights that the learner has written, the newest first."""
 
 
 class Bind(Message):

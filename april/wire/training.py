@@ -1,6 +1,6 @@
 """Messages between the broker and the learner."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -51,6 +51,30 @@ class WeightsAddress(Message):
     address: str
     key: str = ""
     """CURVE public key of the publisher; "" without CURVE."""
+
+
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+"""A SHA-256 in hexadecimal digits."""
+
+
+class WeightFolder(msgspec.Struct, array_like=True, frozen=True):
+    """A snapshot of one version of the weights that the learner has written, in `weights.folder`."""
+
+    version: Version
+    digest: Sha256
+    """SHA-256 of the folder's list of checksums, by which whoever reads the folder checks every file."""
+
+
+class WeightsWritten(Message):
+    """The learner has written a snapshot of a version, which workers may read from now on."""
+
+    folder: WeightFolder
+
+
+class WeightFolders(Message):
+    """Tells workers which snapshots of weights there are, the newest first."""
+
+    folders: list[WeightFolder]
 
 
 class Submission(msgspec.Struct, array_like=True, frozen=True):

@@ -20,6 +20,14 @@ class WorkerCapacity(Message):
     """Time that the worker took to load these weights, seconds."""
 
 
+class WeightFolderRefused(Message):
+    """Tells the broker that a worker could not use a snapshot of weights, or that its engine did not take the weights
+    from there."""
+
+    version: Version
+    error: str
+
+
 class HolderCapacity(Message):
     """Tells the broker how many leases a scorer, or how many sessions an agents process, holds at once."""
 

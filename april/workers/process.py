@@ -114,20 +114,27 @@ def make_weight_loaders(
     config: Config, engine: "Engine", name: str, device: str, keys: "Keys | None"
 ) -> "list[WeightLoader]":
     """Weight loaders of the engine, one for each weight channel that its entry asks for."""
+    from april.weights import TRANSPORTS
     from april.weights.base import BaseWeights
+    from april.weights.folders import WeightFolders
+    from april.weights.puller import SnapshotPuller
     from april.weights.receiver import WeightReceiver
+    from april.weights.source import WeightSource
 
     base = BaseWeights(config.model.path) if config.lora.is_set else None
+    pulls = TRANSPORTS.find(config.weights.transport).pulls
 
-    def make_receiver(
+    def make_source(
         channel: str,
         server: Any = None,
         up: Callable[[], bool] = lambda: True,
         adapts: Callable[[], bool] = lambda: False,
-    ) -> WeightReceiver:
+    ) -> WeightSource:
+        if pulls:
+            return SnapshotPuller(WeightFolders.of(config), config.weights.transfer_deadline_s, up)
         return WeightReceiver(config.weights, new_uid(channel), channel, device, keys, server, up, base, adapts)
 
-    return ENGINES.find(config.worker.engine).weight_loaders(config, engine, name, make_receiver)
+    return ENGINES.find(config.worker.engine).weight_loaders(config, engine, name, make_source)
 
 
 def make_engine(config: Config, device: str, name: str) -> "Engine":

@@ -159,6 +159,7 @@ class Worker:
         for lease_id in welcome.lost_lease_ids:
             self._drop(lease_id)
         self._connect_weight_loaders(welcome.weights_address, welcome.weights_key)
+        self._offer_weights(welcome.weight_folders)
         if self.engine.version is not None:
             self._report_capacity(0.0)
         self._hand_back_aborted()
@@ -216,6 +217,8 @@ class Worker:
                 self.hold.waiting = steps
             case wire.WeightsAddress():
                 self._connect_weight_loaders(message.address, message.key)
+            case wire.WeightFolders(folders):
+                self._offer_weights(folders)
             case wire.Stop():
                 self.stop(message.reason)
             case wire.Refused() if self.connection.is_disowned(received):
@@ -406,6 +409,10 @@ class Worker:
         for intake in self.weight_loaders:
             intake.receiver.connect(address, key)
 
+    def _offer_weights(self, folders: list[wire.WeightFolder]) -> None:
+        for intake in self.weight_loaders:
+            intake.receiver.offer(folders)
+
     def _share_device(self) -> None:
         loading = any(intake.is_loading for intake in self.weight_loaders) or self.hold.is_awaited(self.engine.version)
         staged = any(intake.receiver.has_staged for intake in self.weight_loaders)
@@ -440,6 +447,9 @@ class Worker:
                 return self.stop(str(error))
             if loaded_in_s is not None:
                 self._report_capacity(loaded_in_s)
+            while not intake.receiver.refused.empty():
+                refused, why = intake.receiver.refused.get()
+                self.connection.send(wire.WeightFolderRefused(refused, clip(why)))
         if changed and not changes_version(self.engine, self.weight_loaders):
             self._give_back_held_out()
 

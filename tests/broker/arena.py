@@ -7,6 +7,7 @@ import numpy as np
 
 from april import wire
 from april.broker.ledger.samples import SampleState
+from april.wire.message import Version
 from tests.broker.hostile import encode
 from tests.support.broker_conversation import (
     Conversation,
@@ -201,6 +202,8 @@ class Learner(Remembered, FakeLearner):
             self.say(wire.Consumed(step, {"loss": 0.5}))
             self.say(wire.Durable(step + 1, step))
             self.say(wire.BestRequest())
+            version = Version(ledger.learner.incarnation, step + 1)
+            self.say(wire.WeightsWritten(wire.WeightFolder(version, "0" * 64)))
 
 
 class Monitor(Remembered):

@@ -49,6 +49,7 @@ ONLY_FOR = {
     "worker": [
         wire.WorkerCapacity(Version(0, 0), 4),
         wire.ActivitySpan("generate", 0.0, 1.0),
+        wire.WeightFolderRefused(Version(0, 0), "torn"),
         wire.Report([wire.Scored(1, [1.0], [{}])]),
         wire.Report([wire.GiveBack(1, 0, "leave")]),
     ],
@@ -61,6 +62,7 @@ ONLY_FOR = {
         wire.Consumed(0, {"loss": 1.0}),
         wire.Durable(0, 0),
         wire.BestRequest(),
+        wire.WeightsWritten(wire.WeightFolder(Version(0, 0), "0" * 64)),
     ],
     "node": [wire.Rendezvous("here:1"), wire.Rendezvous(start=1)],
     "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],
@@ -72,6 +74,7 @@ ONLY_FOR = {
         wire.Stop(""),
         wire.AgentSessionList([]),
         wire.SessionTurns(),
+        wire.WeightFolders([]),
     ],
     "lanes": [ChannelJoin("u", "n", "cpu", None), ChannelAlive("l"), ChannelFailed("l", "e")],
 }
@@ -214,6 +217,8 @@ class Attacker:
                 wire.Consumed(self.arena.ledger.steps.consumed, {f"m{number}": 0.0 for number in range(1000)}),
                 wire.Durable(beyond, 0),
                 wire.StartLearner(beyond, "tcp://elsewhere"),
+                wire.WeightsWritten(wire.WeightFolder(Version(0, beyond), "0" * 64)),
+                wire.WeightsWritten(wire.WeightFolder(Version(2**50, 0), "0" * 64)),
             ]
         )
         return learner.name.encode() + b"/data", encode(message, session=learner.session), None, "refused"

@@ -6,7 +6,8 @@ import weakref
 
 from april import wire
 from april.observe.report.run_folder import read_records
-from tests.support.broker_conversation import FakeLearner, joined, make_batch
+from april.wire.message import Version
+from tests.support.broker_conversation import FakeLearner, FakeWorker, joined, make_batch
 
 
 def test_n_complete_groups_make_a_batch_and_abort_the_rest(talk, worker, learner):
@@ -204,3 +205,38 @@ def test_a_batch_without_a_finite_loss_is_discarded_and_delivered_again_after_a_
     assert talk.ledger.account.closed and again.fetch(0) == batch
     again.consume(0, "nonfinite")
     assert talk.ledger.account.summary() == account and talk.ledger.account.closed
+
+
+def folder(incarnation, step):
+    return wire.WeightFolder(Version(incarnation, step), f"{step:064x}")
+
+
+def test_workers_are_told_of_the_last_two_snapshots_of_weights_also_by_a_restarted_broker(talk, worker, learner):
+    """A worker that comes later needs no learner for them."""
+    make_batch(worker)
+    learner.consume(0)
+    for step in (0, 1, 1):
+        learner.say(wire.WeightsWritten(folder(0, step)))
+        assert learner.take(wire.Accepted)
+    told = [received.message.folders for received in worker.take(wire.WeightFolders)]
+    assert told[:2] == [[folder(0, 0)], [folder(0, 1), folder(0, 0)]]
+    successor = joined(FakeLearner(talk), step=0)
+    successor.say(wire.WeightsWritten(folder(1, 0)))
+    assert successor.take(wire.Accepted)
+    talk.restart_broker()
+    assert FakeWorker(talk, "late").hello().weight_folders == [folder(1, 0), folder(0, 1)]
+
+
+def test_snapshots_of_weights_that_are_none_of_the_learner_s_are_refused(talk, worker, learner):
+    joined(FakeLearner(talk), step=0)
+    learner = joined(FakeLearner(talk), step=0)
+    for version in ((1, 0), (3, 0), (2, 1)):
+        learner.say(wire.WeightsWritten(folder(*version)))
+        assert "none of this learner" in learner.take(wire.Refused)[-1].message.reason
+    assert not talk.ledger.learner.weight_folders
+
+
+def test_snapshots_that_a_worker_cannot_use_are_counted(talk, worker):
+    worker.say(wire.WeightFolderRefused(Version(0, 0), "model-0000-0000.safetensors is damaged"))
+    found = talk.service.context.failures
+    assert found.by_cause == {"weights_refused": 1} and "is damaged" in found.last["weights_refused"]

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from april.observe.report.run_folder import read_records
 from tests.support.journal_checks import versions_with_true_logprobs
-from tests.support.run_processes import assert_closed, both_workers_are_there, wait_until
+from tests.support.run_processes import assert_closed, both_workers_are_there, steps_recorded, wait_until
 
 
 def assert_tokens_are_of_their_versions(run_dir, policy_folder):
@@ -26,3 +26,31 @@ def test_two_ranks_send_a_part_each_to_both_workers(start_run, run_dir, policy_f
     sent = [step["learner"]["publish_workers"] for step in read_records(run_dir / "metrics.jsonl")[1:]]
     assert sent == [2, 2]
     assert_tokens_are_of_their_versions(run_dir, policy_folder)
+
+
+@pytest.mark.full
+def test_workers_pull_snapshots_and_join_without_a_learner(start_run, run_dir, policy_folder, gate):
+    """Learner and one worker are killed, the worker first: it comes back with weights although nobody sends any."""
+    pull = ["--weights.transport", "pull", "--learner.ranks", "2", "--learner.lr", "1e-2", "--schedule.max_steps", "4"]
+    job = start_run(*pull, *gate.hold(2))
+    wait_until(lambda: steps_recorded(run_dir) == 2, job)
+    wait_until(lambda: all(proven(run_dir, index, "0.2") for index in (0, 1)), job)
+    job.kill("-u -m april.learner")
+    job.kill("--name worker-0")
+    wait_until(lambda: (run_dir / "logs/worker-0.log").read_text().count("version 0.2 is proven") == 2, job)
+    gate.open()
+    assert job.wait() == 0, job.output
+    assert assert_closed(run_dir)["steps"] == 4
+    assert_tokens_are_of_their_versions(run_dir, policy_folder)
+    newest = max((run_dir / "weights").iterdir())
+    assert newest.name.startswith("step_000004-")
+    loaded, exported = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for folder in (newest, run_dir / "checkpoints/policy")
+    )
+    assert all(torch.equal(value, exported[name]) for name, value in loaded.items())
+
+
+def proven(run_dir, index, version):
+    """Whether the engine of a worker has been seen to hold a version."""
+    return f"version {version} is proven" in (run_dir / f"logs/worker-{index}.log").read_text()

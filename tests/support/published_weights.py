@@ -1,7 +1,9 @@
 """A fake learner that publishes versions of a tiny model, and a fake receiver of a weight channel."""
 
+from queue import SimpleQueue
+
 from april.weights.canary import Canary, canary_tokens
-from april.weights.receiver import StagedWeights
+from april.weights.source import StagedWeights
 from april.workers.engines.conformance.harness import V0, V1, V2, VOCABULARY
 from april.workers.engines.conformance.scores import a_step_further
 
@@ -11,7 +13,7 @@ class Receiver:
 
     def __init__(self, *versions):
         self.staged = [StagedWeights(version, {}, 0.0) for version in versions]
-        self.held, self.reported = None, []
+        self.held, self.reported, self.refused = None, [], SimpleQueue()
 
     @property
     def has_staged(self):
@@ -22,6 +24,9 @@ class Receiver:
         return self.staged[0].version if self.staged else None
 
     def connect(self, address, key=""):
+        pass
+
+    def offer(self, folders):
         pass
 
     def put_off(self, puts_off):

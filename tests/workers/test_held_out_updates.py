@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from april import wire
-from april.weights.receiver import StagedWeights
+from april.weights.source import StagedWeights
 from april.wire.message import Version
 from april.workers.engines.weight_intake import WeightLoader
 from tests.support.broker_conversation import FakeLearner, joined

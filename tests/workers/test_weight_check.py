@@ -11,7 +11,7 @@ from april import config as configuration
 from april import wire
 from april.broker.alarms.operation import EngineGapAlarm
 from april.weights.canary import Canary
-from april.weights.receiver import StagedWeights
+from april.weights.source import StagedWeights
 from april.wire.message import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import EngineError, Request

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from april.weights.channel import Adapter
-from april.weights.receiver import StagedWeights
+from april.weights.source import StagedWeights
 from april.workers.engines.base import EngineError
 from april.workers.engines.conformance.harness import V0, V1
 from april.workers.engines.sglang.channel import ServerWeightLoader

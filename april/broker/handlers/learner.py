@@ -253,6 +253,15 @@ class LearnerHandler:
         step, reward, tokens = record["step"], record["reward"], record["tokens"]
         log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
 
+    def on_weights_written(self, peer: Peer, received: wire.Received, now: float) -> None:
+        if self._refuses_unstarted(peer, received):
+            return
+        version = received.message.folder.version
+        if self.ledger.write_weight_folder(received.message.folder) is Verdict.INVALID:
+            return self._refuse(peer, received, f"weights {version} are none of this learner")
+        self.peers.broadcast(wire.WeightFolders(self.ledger.learner.weight_folders))
+        self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
+
     def on_best_request(self, peer: Peer, received: wire.Received, now: float) -> None:
         best = self.evaluations.best()
         answer = wire.BestCheckpoint(NO_BEST_STEP if best is None else best, self.evaluations.undecided())
@@ -285,6 +294,7 @@ class LearnerHandler:
         wire.Consumed: on_consumed,
         wire.Durable: on_durable,
         wire.BestRequest: on_best_request,
+        wire.WeightsWritten: on_weights_written,
         wire.FetchImages: send_images,
     }
 

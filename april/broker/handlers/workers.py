@@ -101,6 +101,11 @@ class WorkerHandler(LeaseHolderHandler):
 
     # --- reports --------------------------------------------------------------------------------------------
 
+    def on_weight_folder_refused(self, peer: Peer, received: wire.Received, now: float) -> None:
+        version, error = received.message.version, limits.clip(received.message.error)
+        ids = {"worker": peer.name, "step": version.step}
+        self.context.failures.note("weights_refused", error, f"weights {version} are refused", **ids)
+
     def on_worker_capacity(self, peer: Peer, received: wire.Received, now: float) -> None:
         message = received.message
         if not self.ledger.was_published(message.version.step, message.version.incarnation):
@@ -358,6 +363,7 @@ class WorkerHandler(LeaseHolderHandler):
 
     MESSAGES = LeaseHolderHandler.MESSAGES | {
         wire.WorkerCapacity: on_worker_capacity,
+        wire.WeightFolderRefused: on_weight_folder_refused,
         wire.ActivitySpan: on_activity_span,
         wire.FetchImages: send_images,
     }

@@ -283,6 +283,15 @@ class LearnerStarted(Event):
     weights_key: str = ""
 
 
+class WeightFolderWritten(Event):
+    """The learner has written a snapshot of the weights of (incarnation, step), whose list of checksums has the SHA-256
+    `digest`."""
+
+    incarnation: int
+    step: int
+    digest: str
+
+
 class TimePassed(Event):
     """The events after this one happened at `at` (Unix seconds) or shortly later."""
 

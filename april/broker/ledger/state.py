@@ -27,6 +27,7 @@ from april.broker.ledger.samples import (
     turn_ends_by_fork,
 )
 from april.wire.message import Version
+from april.wire.training import WeightFolder
 
 DEAD_SAMPLE = "dead_sample"
 """Discard reason of a group that has lost too many samples, and of the tokens of dead samples."""
@@ -119,6 +120,10 @@ class StepProgress(msgspec.Struct):
     """Number of batches that the newest checkpoint on disk contains."""
 
 
+OFFERED_FOLDERS = 2
+"""Number of snapshots of weights that workers are told of: where the newest is damaged, they use the one before."""
+
+
 class CurrentLearner(msgspec.Struct):
     """The learner of the current incarnation."""
 
@@ -129,6 +134,9 @@ class CurrentLearner(msgspec.Struct):
     weights_address: str = ""
     weights_key: str = ""
     """Address and CURVE public key at which the learner publishes weights."""
+    weight_folders: list[WeightFolder] = []
+    """The last snapshots of weights that a learner of the run has written, at most `OFFERED_FOLDERS`, the newest
+    first."""
 
 
 class Rounds(msgspec.Struct):

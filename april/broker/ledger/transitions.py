@@ -19,9 +19,10 @@ from april.broker.ledger.samples import (
     add_fork,
     as_agent_sample,
 )
-from april.broker.ledger.state import DEAD_SAMPLE, LedgerState
+from april.broker.ledger.state import DEAD_SAMPLE, OFFERED_FOLDERS, LedgerState
 from april.wire.message import Version
 from april.wire.rows import CHUNK, ROW, ReportRow, padded
+from april.wire.training import WeightFolder
 from april.wire.work import MAX_FORKS, session_lease_id
 
 START_BITS = 32
@@ -353,6 +354,11 @@ def on_learner_started(ledger: LedgerState, event: events.LearnerStarted, refere
     ledger.learner.weights_address, ledger.learner.weights_key = event.weights_address, event.weights_key
 
 
+def on_weight_folder_written(ledger: LedgerState, event: events.WeightFolderWritten, reference: Any) -> None:
+    folder = WeightFolder(Version(event.incarnation, event.step), event.digest)
+    ledger.learner.weight_folders = [folder, *ledger.learner.weight_folders][:OFFERED_FOLDERS]
+
+
 HANDLERS: dict[type[events.Event], Callable[[LedgerState, Any, Any], None]] = {
     events.RunStarted: on_run_started,
     events.BrokerStarted: on_broker_started,
@@ -380,6 +386,7 @@ HANDLERS: dict[type[events.Event], Callable[[LedgerState, Any, Any], None]] = {
     events.StepRecorded: on_step_recorded,
     events.CheckpointDurable: on_checkpoint_durable,
     events.LearnerStarted: on_learner_started,
+    events.WeightFolderWritten: on_weight_folder_written,
     events.TimePassed: on_time_passed,
 }
 """Event type -> function that applies an event of this type, given the state, the event and its journal reference."""

@@ -297,6 +297,17 @@ def end_local_run(local: LocalRun | None, finished: bool) -> None:
         local.stop()
 
 
+def check_has_channels(config: Config) -> None:
+    """Refuse snapshots of weights, which only April's learner writes. Raises ConfigError."""
+    if TRANSPORTS.find(config.weights.transport).pulls:
+        refuse(
+            "weights.transport",
+            config.weights.transport,
+            "has workers read snapshots, which only April's learner writes",
+            "set 'collective'",
+        )
+
+
 def connect(
     config: str | Path | Sequence[Path],
     checkpoint: int = 0,
@@ -319,6 +330,7 @@ def connect(
     flags += loaded.pins
     add_import_folders(*loaded.run.parts)
     check_needs_no_critic(loaded)
+    check_has_channels(loaded)
     group = long_wait_group() if dist.is_available() and dist.is_initialized() else None
     if group is not None and dist.get_rank() > 0:
         return ConnectedRollouts(loaded, checkpoint, None, None, group)

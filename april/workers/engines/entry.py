@@ -22,7 +22,7 @@ from april.workers.engines.base import EngineError, Request
 if TYPE_CHECKING:
     import torch
 
-    from april.weights.receiver import WeightReceiver
+    from april.weights.source import WeightSource
     from april.workers.engines.base import Engine
     from april.workers.engines.weight_intake import WeightCheck, WeightLoader
 
@@ -138,15 +138,15 @@ class EngineEntry:
 
     @classmethod
     def weight_loaders(
-        cls, config: Config, engine: Any, worker: str, make_receiver: "Callable[..., WeightReceiver]"
+        cls, config: Config, engine: Any, worker: str, make_source: "Callable[..., WeightSource]"
     ) -> "list[WeightLoader]":
         """Weight loaders of `engine`, one for each weight channel.
 
-        `engine`: as made by `from_config`. `make_receiver(channel, server, up, adapts)`: makes a `WeightReceiver`.
+        `engine`: as made by `from_config`. `make_source(channel, server, up, adapts)`: makes a `WeightSource`.
         """
         from april.workers.engines.weight_intake import WeightLoader
 
-        receiver = make_receiver(worker, adapts=lambda: cls.takes_adapters(config))
+        receiver = make_source(worker, adapts=lambda: cls.takes_adapters(config))
         return [WeightLoader(engine, receiver, cls.make_weight_check(config))]
 
     @classmethod

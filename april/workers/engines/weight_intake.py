@@ -15,7 +15,7 @@ from april.config import Config
 from april.util import clock
 from april.weights import TRANSPORTS
 from april.weights.canary import AT_ONCE, EVIDENCE_LIMIT, SUSPECT, Canary, added_evidence
-from april.weights.receiver import StagedWeights, WeightReceiver
+from april.weights.source import StagedWeights, WeightSource
 from april.wire.limits import MAX_CLOCK_SKEW_S
 from april.wire.message import Version
 from april.workers.engines.base import AdapterEngine, ComparingEngine, Engine, EngineError
@@ -209,7 +209,7 @@ def repetition(last: CanaryScore, score: CanaryScore) -> str:
 class WeightLoader:
     """Loads weights into an in-process engine, at once, between two of its steps."""
 
-    def __init__(self, engine: Engine, receiver: WeightReceiver, weight_check: WeightCheck | None = None):
+    def __init__(self, engine: Engine, receiver: WeightSource, weight_check: WeightCheck | None = None):
         """`weight_check`: None to load without a check."""
         self.engine = engine
         self.receiver = receiver

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from april.weights.canary import Canary, canary_tokens
-from april.weights.receiver import StagedWeights
+from april.weights.source import StagedWeights
 from april.wire.message import Version
 from april.workers.engines.base import Request
 from april.workers.engines.conformance.harness import (

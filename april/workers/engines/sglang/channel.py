@@ -10,7 +10,7 @@ import contextlib
 
 from april.util import clock
 from april.weights.channel import WORKER, ChannelInvite, link_name
-from april.weights.receiver import StagedWeights
+from april.weights.source import StagedWeights
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, ServerSilent
 from april.workers.engines.sglang.engine import SGLangEngine, VerifyWeights

@@ -11,7 +11,7 @@ from april.util.errors import NotTried, refuse
 from april.workers.engines.entry import EngineEntry, MemoryShare
 
 if TYPE_CHECKING:
-    from april.weights.receiver import WeightReceiver
+    from april.weights.source import WeightSource
     from april.workers.engines.sglang.fleet import SGLangFleet
     from april.workers.engines.weight_intake import WeightLoader
 
@@ -97,7 +97,7 @@ class ServerEntry(EngineEntry):
 
     @classmethod
     def weight_loaders(
-        cls, config: Config, engine: Any, worker: str, make_receiver: "Callable[..., WeightReceiver]"
+        cls, config: Config, engine: Any, worker: str, make_source: "Callable[..., WeightSource]"
     ) -> "list[WeightLoader]":
         """One weight loader per server. A server that the learner broadcasts to joins the channel itself."""
         from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
@@ -108,7 +108,7 @@ class ServerEntry(EngineEntry):
             up, adapts = (partial(getattr, server_engine, name) for name in ("ready", "takes_adapters"))
             loaders.append(
                 ServerWeightLoader(
-                    server_engine, make_receiver(channel, server, up, adapts), cls.make_weight_check(config)
+                    server_engine, make_source(channel, server, up, adapts), cls.make_weight_check(config)
                 )
             )
         return loaders

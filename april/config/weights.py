@@ -1,0 +1,70 @@
+"""Checks of how weights reach the workers (`[weights]`)."""
+
+from typing import Any
+
+from april.config.addresses import check_store_url
+from april.config.sections import Config
+from april.util.errors import refuse
+from april.util.registry import registry_of
+
+
+def check_snapshots(config: Config) -> None:
+    """Refuse snapshots of weights that come too rarely, and a place for them that is no store."""
+    weights, schedule = config.weights, config.schedule
+    if "://" in weights.folder:
+        check_store_url("weights.folder", weights.folder)
+    if weights.every == 1:
+        return
+    if config.is_shipped("schedule.kind") and registry_of("schedule.kind").find(schedule.kind).by_rounds:
+        refuse(
+            "weights.every",
+            weights.every,
+            f"leaves out versions, and each round of schedule.kind = {schedule.kind!r} waits for its own",
+            "set it to 1, or schedule.kind = 'continuous'",
+        )
+    if weights.every > schedule.max_staleness:
+        refuse(
+            "weights.every",
+            weights.every,
+            f"would leave workers with weights older than schedule.max_staleness = {schedule.max_staleness} permits",
+            "lower it, or raise schedule.max_staleness",
+        )
+
+
+def check_external_weights(config: Config) -> None:
+    """Refuse externally loaded weights (`weights.transport`) with servers that the external trainer cannot reach."""
+    if not config.is_shipped("weights.transport"):
+        return
+    if registry_of("weights.transport").find(config.weights.transport).carries_weights:
+        return
+    engines = registry_of("worker.engine")
+    if not engines.find(config.worker.engine).accepts_external_weights:
+        refuse(
+            "weights.transport",
+            config.weights.transport,
+            f"leaves it to others to load weights, who cannot reach those of worker.engine = {config.worker.engine!r}",
+            f"use {engines.names_where(lambda one: one.accepts_external_weights)}",
+        )
+    if not config.engine.url:
+        refuse(
+            "weights.transport",
+            config.weights.transport,
+            "leaves it to others to load weights, who do not know the servers that a worker starts",
+            "give theirs in engine.url",
+        )
+    if config.engine.pause != "abort":
+        refuse(
+            "engine.pause", config.engine.pause, "keeps requests in servers whose weights others change", "use 'abort'"
+        )
+
+
+def check_transport(config: Config, engine: Any) -> None:
+    """Refuse a transport that cannot take in the servers of the engine's entry `engine`."""
+    transports = registry_of("weights.transport")
+    if engine.broadcasts_to_servers(config) and not transports.find(config.weights.transport).takes_servers:
+        refuse(
+            "weights.transport",
+            config.weights.transport,
+            f"takes no servers into its channels, which engine.weights = {config.engine.weights!r} wants",
+            f"use {transports.names_where(lambda transport: transport.takes_servers)}, or another engine.weights",
+        )

@@ -1,0 +1,125 @@
+"""Snapshots of weights for workers that read them (`weights.transport` = "pull"): each rank of the learner gathers a
+part of a version and writes it while the next step trains; rank 0 adds the small files and has the broker told."""
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from april.config import Config, ConfigError
+from april.learner.checkpoint import WEIGHT_FILES
+from april.learner.process_group import all_gather_values
+from april.learner.trainer import Trainer
+from april.learner.weight_parts import gather_part
+from april.util.files import read_whole
+from april.util.lifetime import in_background
+from april.util.objects import StoreError
+from april.weights import TRANSPORTS
+from april.weights.base import AdapterWeights
+from april.weights.canary import Canary
+from april.weights.folders import WeightFolders, WrittenFile
+from april.weights.snapshot import Snapshot, pack
+from april.wire.message import Version
+from april.wire.training import WeightFolder
+
+log = logging.getLogger(__name__)
+
+
+class SnapshotWriting:
+    """The ranks of a learner that write snapshots of weights."""
+
+    def __init__(self, config: Config, tell: Callable[[WeightFolder], None] | None):
+        """`tell` tells the broker of a snapshot; None except on rank 0. Raises ConfigError if `weights.folder` cannot
+        be used. Collective."""
+        self.config, self.tell = config, tell
+        self.folders = WeightFolders.of(config)
+        timeout_s = config.learner.collective_timeout_s + self.folders.objects.patience_s
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._last_step: int | None = None
+        """Policy step of the snapshot written last; None before the first."""
+        self._writing: Future[dict[str, float]] | None = None
+        problem = self._problem() if dist.get_rank() == 0 else ""
+        if reason := all_gather_values(problem, str, self.group)[0]:
+            raise ConfigError(f"key 'weights.folder': {reason}; mend the key, or the rights of the learner there")
+        if tell:
+            log.info("weights are written to %s, where workers read them", self.folders.objects.url)
+
+    @classmethod
+    def start(cls, config: Config, tell: Callable[[WeightFolder], None] | None) -> "SnapshotWriting | None":
+        """None unless workers read snapshots. Collective."""
+        return cls(config, tell) if TRANSPORTS.find(config.weights.transport).pulls else None
+
+    def _problem(self) -> str:
+        """The reason why the folder cannot be used, "" if it can."""
+        try:
+            self.folders.objects.probe()
+        except StoreError as error:
+            return str(error)
+        return ""
+
+    def is_due(self, step: int) -> bool:
+        """Whether the weights of `step` are to be written: the first that are published, and those of every
+        `weights.every` steps."""
+        return self._last_step is None or step % self.config.weights.every == 0
+
+    def gather(self, trainer: Trainer, version: Version) -> Snapshot:
+        """This rank's part of the current weights: on rank 0 all of them where they cannot be divided. Collective."""
+        self._last_step = version.step
+        tensors = trainer.backend.divisible_weights()
+        if tensors is not None:
+            return gather_part(version, tensors, trainer.generation_dtype)
+        weights = trainer.weights_to_publish()
+        if isinstance(weights, AdapterWeights):
+            weights = dict(weights.base.with_adapter(weights.adapter, weights.tensors))
+        return pack(version, weights)
+
+    def start_writing(self, part: Snapshot, canary: Canary | None) -> None:
+        """Write a snapshot in a thread; the previous one must be finished."""
+        self._writing = in_background(self._write, replace(part, canary=canary))
+
+    def finish(self) -> dict[str, float]:
+        """Wait until the snapshot is written and the broker knows of it; returns figures, {} if none was being written.
+        Raises OSError if a rank could not write its part, and StoreError."""
+        if self._writing is None:
+            return {}
+        began = time.perf_counter()
+        writing, self._writing = self._writing, None
+        return writing.result() | {"publish_wait_s": time.perf_counter() - began}
+
+    # --- the thread of each rank ----------------------------------------------------------------------------
+
+    def _write(self, part: Snapshot) -> dict[str, float]:
+        """Write this rank's part and, on rank 0, complete the snapshot. Collective, in a group of its own."""
+        began, rank = time.perf_counter(), dist.get_rank()
+        written: list[WrittenFile] | str
+        try:
+            written = self.folders.write_part(part, rank)
+        except StoreError as error:
+            written = f"rank {rank} cannot write its part of weights {part.version}: {error}"
+        files = list[WrittenFile]()
+        for its in all_gather_values(written, list[WrittenFile] | str, self.group):
+            if isinstance(its, str):
+                raise OSError(its)
+            files += its
+        if self.tell:
+            self.tell(self.folders.complete(part.version, files, part.canary, model_files(self.config.model.path)))
+            self._prune()
+        size = sum(file.size for file in files)
+        return {"publish_bytes": size, "publish_s": time.perf_counter() - began}
+
+    def _prune(self) -> None:
+        try:
+            self.folders.prune(self.config.weights.transfer_deadline_s)
+        except StoreError as error:
+            log.warning("not all old snapshots could be removed, which the next one tries again: %s", error)
+
+
+def model_files(folder: Path) -> dict[str, bytes]:
+    """Content of the files of a model's folder that are not weights, by name."""
+    paths = sorted(path for path in Path(folder).iterdir() if path.is_file())
+    return {path.name: read_whole(path) for path in paths if not WEIGHT_FILES.fullmatch(path.name)}

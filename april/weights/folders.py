@@ -1,0 +1,253 @@
+"""Snapshots of weights in `weights.folder`, which the learner's ranks write and workers read. Transformers loads one as
+it is.
+
+    FOLDER/step_000012-3/model-0000-0000.safetensors      tensors; each rank writes files of its own
+    FOLDER/step_000012-3/model.safetensors.index.json     the file of each tensor
+    FOLDER/step_000012-3/config.json ...                  the other files of the model's folder
+    FOLDER/step_000012-3/canary.msgpack                   the learner's canary under these weights
+    FOLDER/step_000012-3/SHA256SUMS                       the checksum of each file, written last
+
+A worker knows the checksum of the list from the broker, and through the list that of every file.
+"""
+
+import hashlib
+import logging
+import re
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+import orjson
+import torch
+from torch import Tensor
+
+from april.config import Config
+from april.config.section import AUTO
+from april.config.stored import CHECKSUMS_FILE, Sums, format_checksums, parse_checksums
+from april.util import clock
+from april.util.lifetime import in_background
+from april.util.objects import PIECE_BYTES, ObjectStore, StoreRefused
+from april.weights.canary import Canary
+from april.weights.channel import TensorHead
+from april.weights.snapshot import DTYPES, ReusedBuffers, Snapshot, SnapshotError, byte_size, layout
+from april.wire.message import Version
+from april.wire.training import WeightFolder
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"step_(\d{6,})-(\d+)")
+FILE_BYTES = 2**30
+"""Most bytes of tensors in a file, unless a single tensor is larger: files are read and checked beside each other."""
+READERS = 4
+"""Most files that a worker reads at a time."""
+CANARY_FILE = "canary.msgpack"
+INDEX_FILE = "model.safetensors.index.json"
+TENSORS = ".safetensors"
+FORMAT_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Names of dtypes in safetensors files."""
+HEADER_ALIGNMENT_BYTES = 16
+LENGTH = struct.Struct("<Q")
+"""Layout of the header's length, with which a safetensors file begins."""
+KEPT = 2
+"""Number of the newest snapshots that are never removed."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file of tensors that a rank has written."""
+
+    name: str
+    digest: str
+    tensors: list[str]
+    """Names of the tensors in the file."""
+    size: int
+    """Bytes of the tensors."""
+
+
+class WeightFolders:
+    """The snapshots of one run. Methods that write or read raise StoreError."""
+
+    def __init__(self, objects: ObjectStore):
+        self.objects = objects
+        self._superseded: dict[Version, float] = {}
+        """Time at which each snapshot was first found superseded, Unix time in seconds."""
+
+    @classmethod
+    def of(cls, config: Config) -> "WeightFolders":
+        """The snapshots of a run, in `weights.folder`. Contacts no store yet."""
+        folder = config.weights.folder
+        if folder == AUTO:
+            return cls(ObjectStore(str((config.run_dir / "weights").absolute())))
+        name = f"/{quote(config.run.name, safe='')}" if "://" in folder else ""
+        return cls(ObjectStore(f"{folder.rstrip('/')}{name}" if name else str(Path(folder).absolute())))
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def write_part(self, part: Snapshot, rank: int) -> list[WrittenFile]:
+        """Write the tensors that one rank holds."""
+        offsets = dict(zip((head.name for head in part.heads), layout(part.heads)[0], strict=True))
+        written = []
+        for number, heads in enumerate(divided(part.heads)):
+            digests: list[str] = []
+
+            def pieces(heads: list[TensorHead] = heads, digests: list[str] = digests) -> Iterator[bytes | memoryview]:
+                found = hashlib.sha256()
+                for piece in file_pieces(heads, offsets, part.data):
+                    found.update(piece)
+                    yield piece
+                digests.append(found.hexdigest())
+
+            name = f"model-{rank:04d}-{number:04d}{TENSORS}"
+            self.objects.write_pieces(f"{name_of(part.version)}/{name}", pieces)
+            size = sum(map(byte_size, heads))
+            written.append(WrittenFile(name, digests[-1], [head.name for head in heads], size))
+        return written
+
+    def complete(
+        self, version: Version, files: Sequence[WrittenFile], canary: Canary | None, others: Mapping[str, bytes]
+    ) -> WeightFolder:
+        """Write the small files once all ranks have written theirs. `others`: content of the model folder's other
+        files, by name."""
+        weight_map = {tensor: file.name for file in files for tensor in file.tensors}
+        index = {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": weight_map}
+        small = {**others, INDEX_FILE: orjson.dumps(index, option=orjson.OPT_INDENT_2)}
+        if canary:
+            small[CANARY_FILE] = msgspec.msgpack.encode(canary)
+        for name, content in small.items():
+            self.objects.write(f"{name_of(version)}/{name}", content)
+        sums = {file.name: file.digest for file in files}
+        sums |= {name: hashlib.sha256(content).hexdigest() for name, content in small.items()}
+        checksums = format_checksums(sums).encode()
+        self.objects.write(f"{name_of(version)}/{CHECKSUMS_FILE}", checksums)
+        return WeightFolder(version, hashlib.sha256(checksums).hexdigest())
+
+    def prune(self, reading_s: float) -> None:
+        """Remove snapshots that no worker needs any more: all but the newest `KEPT` complete ones, and those that were
+        superseded less than `reading_s` seconds ago, which a worker may still be reading. Must not run while a snapshot
+        is being written."""
+        found: dict[Version, set[str]] = {}
+        for path in self.objects.names():
+            folder, _, name = path.partition("/")
+            if match := NAME.fullmatch(folder):
+                found.setdefault(Version(int(match[2]), int(match[1])), set()).add(name)
+        whole = [version for version, names in found.items() if CHECKSUMS_FILE in names]
+        kept = sorted(whole, key=lambda version: (version.step, version.incarnation))[-KEPT:]
+        now = clock.now()
+        self._superseded = {version: self._superseded.get(version, now) for version in found.keys() - set(kept)}
+        for version, since in self._superseded.items():
+            if now - since >= reading_s:
+                self._remove(version, found[version])
+
+    def _remove(self, version: Version, names: Collection[str]) -> None:
+        self.objects.remove_file(f"{name_of(version)}/{CHECKSUMS_FILE}")
+        self.objects.remove(name_of(version), set(names) - {CHECKSUMS_FILE})
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def read(
+        self, folder: WeightFolder, buffers: ReusedBuffers, timeout_s: float
+    ) -> tuple[dict[str, Tensor], Canary | None]:
+        """Read and check a snapshot: its tensors by name, and its canary. Raises SnapshotError for a file that is not
+        what was written, StoreError for one that cannot be read within `timeout_s`."""
+        deadline, sums = clock.now() + timeout_s, self._checksums(folder)
+        names = sorted(name for name in sums if name.endswith(TENSORS))
+        tensors: dict[str, Tensor] = {}
+        for first in range(0, len(names), READERS):
+            group = names[first : first + READERS]
+            reading = [in_background(self._read_file, folder, name, sums[name], buffers, deadline) for name in group]
+            for file in reading:
+                tensors |= file.result()
+        if CANARY_FILE not in sums:
+            return tensors, None
+        encoded = self._small_file(folder, CANARY_FILE, sums[CANARY_FILE])
+        return tensors, msgspec.msgpack.decode(encoded, type=Canary)
+
+    def _checksums(self, folder: WeightFolder) -> Sums:
+        return parse_checksums(self._small_file(folder, CHECKSUMS_FILE, folder.digest).decode())
+
+    def _small_file(self, folder: WeightFolder, name: str, digest: str) -> bytes:
+        content = self.objects.read(f"{name_of(folder.version)}/{name}")
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise SnapshotError(f"{self._url(folder, name)} is damaged: it is not what the learner has written")
+        return content
+
+    def _read_file(
+        self, folder: WeightFolder, name: str, digest: str, buffers: ReusedBuffers, deadline: float
+    ) -> dict[str, Tensor]:
+        """The tensors of one file, as views of a buffer of their own."""
+        data = torch.empty(0, dtype=torch.uint8)
+        found = hashlib.sha256()
+
+        def begin(size: int) -> memoryview:
+            nonlocal data, found
+            data, found = buffers.take(size), hashlib.sha256()
+            return memoryview(data.numpy())
+
+        def check(piece: memoryview) -> None:
+            found.update(piece)
+            if clock.now() > deadline:
+                url = self._url(folder, name)
+                raise StoreRefused(f"{url} was not read within weights.transfer_deadline_s; raise it")
+
+        self.objects.read_into(f"{name_of(folder.version)}/{name}", begin, check)
+        if found.hexdigest() != digest:
+            raise SnapshotError(f"{self._url(folder, name)} is damaged: it is not what the learner has written")
+        return tensors_of(data)
+
+    def _url(self, folder: WeightFolder, name: str) -> str:
+        return f"{self.objects.url}/{name_of(folder.version)}/{name}"
+
+
+def name_of(version: Version) -> str:
+    """Name of the folder of a version."""
+    return f"step_{version.step:06d}-{version.incarnation}"
+
+
+# --- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def divided(heads: Sequence[TensorHead]) -> list[list[TensorHead]]:
+    """Tensors in files of at most `FILE_BYTES`. In a file those of the widest dtype come first, so that each is
+    aligned."""
+    files: list[list[TensorHead]] = []
+    size = 0
+    for head in heads:
+        if not files or size + byte_size(head) > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(head)
+        size += byte_size(head)
+    return [sorted(file, key=lambda head: -DTYPES[head.dtype].itemsize) for file in files]
+
+
+def file_pieces(heads: Sequence[TensorHead], offsets: Mapping[str, int], data: Tensor) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, without a copy of the tensors. `offsets`: of each tensor in `data`, bytes."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for head in heads:
+        start, end = end, end + byte_size(head)
+        place = {"dtype": FORMAT_NAMES[head.dtype], "shape": head.shape, "data_offsets": [start, end]}
+        described[head.name] = place
+    encoded = orjson.dumps(described)
+    encoded += b" " * (-(LENGTH.size + len(encoded)) % HEADER_ALIGNMENT_BYTES)
+    yield LENGTH.pack(len(encoded)) + encoded
+    for head in heads:
+        for piece in data[offsets[head.name] :][: byte_size(head)].split(PIECE_BYTES):
+            yield piece.numpy().data
+
+
+def tensors_of(data: Tensor) -> dict[str, Tensor]:
+    """The tensors of a safetensors file that this module has written, as views of its bytes, uint8."""
+    (length,) = LENGTH.unpack(data[: LENGTH.size].numpy().tobytes())
+    begin = LENGTH.size + length
+    described = orjson.loads(data[LENGTH.size : begin].numpy().tobytes())
+    dtypes = {name: DTYPES[dtype] for dtype, name in FORMAT_NAMES.items()}
+    found = {}
+    for name, place in described.items():
+        if name != "__metadata__":
+            start, end = place["data_offsets"]
+            found[name] = data[begin + start : begin + end].view(dtypes[place["dtype"]]).reshape(place["shape"])
+    return found

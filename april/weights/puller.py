@@ -1,0 +1,104 @@
+"""The source of a worker that reads snapshots of weights: no learner takes part, so a worker that is started while
+there is none begins with the newest snapshot too.
+
+    puller.offer(folders)           # whenever the broker says so
+    staged = puller.take()
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from april.util import clock
+from april.util.lifetime import PartThread
+from april.util.objects import StoreError
+from april.weights.folders import WeightFolders
+from april.weights.snapshot import ReusedBuffers, SnapshotError
+from april.weights.source import StagedWeights, WeightSource
+from april.wire.message import Version
+from april.wire.training import WeightFolder
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+"""Seconds until a worker tries again a snapshot that it could not use."""
+POLL_S = 0.5
+"""Interval at which a worker checks whether its engine is up, or a snapshot is to be tried again, seconds."""
+
+
+class SnapshotPuller(WeightSource):
+    """Reads the newest snapshot that the broker has told of, and the one before if that cannot be used."""
+
+    def __init__(self, folders: WeightFolders, timeout_s: float, up: Callable[[], bool] = lambda: True):
+        """`timeout_s`: longest time to read a snapshot. `up`: whether the engine is up; nothing is read while it is
+        down."""
+        super().__init__()
+        self.folders, self.timeout_s, self.up = folders, timeout_s, up
+        self.buffers = ReusedBuffers()
+        self._changed = threading.Condition()
+        self._offered: list[WeightFolder] = []
+        self._taken: Version | None = None
+        """Version that was read last, unless the engine has lost or refused it."""
+        self._not_before = 0.0
+        """Time before which nothing is read, Unix time in seconds."""
+        self._closed = False
+        self._thread = PartThread("weights", self._run)
+        self._thread.start()
+
+    def offer(self, folders: Sequence[WeightFolder]) -> None:
+        with self._changed:
+            self._offered, self._not_before = list(folders), 0.0
+            self._changed.notify()
+
+    def refuse(self, why: str, wrong: bool = False) -> None:
+        with self._changed:
+            if self._taken:
+                self.refused.put((self._taken, why))
+            self._taken, self._not_before = None, clock.now() + RETRY_S
+
+    def forget(self) -> None:
+        super().forget()
+        with self._changed:
+            self._taken = None
+            self._changed.notify()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    # --- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._changed:
+                wanted = self._wanted()
+                if not wanted:
+                    self._changed.wait(POLL_S)
+            if wanted:
+                self._pull(wanted)
+
+    def _wanted(self) -> list[WeightFolder]:
+        """The snapshots to try now, the newest first: those that are newer than the one read last."""
+        if clock.now() < self._not_before or not self.up():
+            return []
+        versions = [folder.version for folder in self._offered]
+        return self._offered[: versions.index(self._taken)] if self._taken in versions else self._offered
+
+    def _pull(self, wanted: list[WeightFolder]) -> None:
+        """Stage the first of these snapshots that can be used. What cannot is tried again after a while."""
+        for folder in wanted:
+            started_at = clock.now()
+            try:
+                tensors, canary = self.folders.read(folder, self.buffers, self.timeout_s)
+            except (SnapshotError, StoreError) as error:
+                log.error("weights %s are not used: %s", folder.version, error)
+                self.refused.put((folder.version, str(error)))
+                with self._changed:
+                    self._not_before = clock.now() + RETRY_S
+                continue
+            with self._changed:
+                self._taken = folder.version
+            self.stage(StagedWeights(folder.version, tensors, started_at, canary=canary, digest=folder.digest))
+            return

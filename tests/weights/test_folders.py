@@ -1,0 +1,185 @@
+"""What ranks write into `weights.folder` is what workers read, bit by bit, or it is not used. Over a folder, an object
+store and memory."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from april.config.stored import CHECKSUMS_FILE
+from april.learner.snapshot_writing import model_files
+from april.util import clock
+from april.util.objects import ObjectStore, StoreError
+from april.weights import folders as folders_module
+from april.weights.canary import Canary
+from april.weights.folders import CANARY_FILE, INDEX_FILE, KEPT, WeightFolders, name_of
+from april.weights.puller import SnapshotPuller
+from april.weights.snapshot import ReusedBuffers, SnapshotError, pack
+from april.wire.message import Version
+from tests.support.run_processes import wait_until
+
+CANARY = Canary([1, 2, 3], [-0.5, -0.25], "float32")
+PATIENCE_S = 60.0
+
+
+def weights(step):
+    """What each of two ranks holds of the weights of a step."""
+    generator = torch.Generator().manual_seed(step)
+    first = {
+        "odd.weight": torch.randn(3, 5, generator=generator).bfloat16(),
+        "wide.weight": torch.randn(300, 7, generator=generator),
+        "empty.weight": torch.zeros(0, 4),
+    }
+    return first, {"norm.weight": torch.randn(11, generator=generator), "bias": torch.tensor(2.5)}
+
+
+def write(folders, version, canary=CANARY, others=None):
+    files = [
+        file
+        for rank, part in enumerate(weights(version.step))
+        for file in folders.write_part(pack(version, part), rank)
+    ]
+    return folders.complete(version, files, canary, others or {})
+
+
+def same(found, step):
+    expected = {name: tensor for part in weights(step) for name, tensor in part.items()}
+    assert found.keys() == expected.keys()
+    return all(found[name].dtype == each.dtype and torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_what_is_read_is_what_was_written(objects, monkeypatch):
+    monkeypatch.setattr(folders_module, "FILE_BYTES", 2000)
+    folders = WeightFolders(objects)
+    written = write(folders, Version(1, 7))
+    tensors, canary = folders.read(written, ReusedBuffers(), PATIENCE_S)
+    assert same(tensors, 7) and canary == CANARY
+    files = {name for name in objects.names() if name.endswith(".safetensors")}
+    assert len(files) == 4, "the wide tensor has a file of its own"
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return WeightFolders(ObjectStore(str(tmp_path / "weights"), delays_s=()))
+
+
+def test_transformers_loads_a_snapshot_as_it_is(folders, policy_folder, tmp_path):
+    model, version = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32), Version(0, 3)
+    state = {name: tensor + 0.5 for name, tensor in load_file(policy_folder / "model.safetensors").items()}
+    names = sorted(state)
+    parts = [{name: state[name] for name in names[rank::2]} for rank in range(2)]
+    files = [file for rank, part in enumerate(parts) for file in folders.write_part(pack(version, part), rank)]
+    folders.complete(version, files, CANARY, model_files(policy_folder))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "weights" / name_of(version), dtype=torch.float32)
+    model.load_state_dict(state, strict=False)
+    assert all(torch.equal(each, model.state_dict()[name]) for name, each in found.state_dict().items())
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def tear(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+HARMS = {"flipped": flip, "torn": tear, "missing": lambda path: path.unlink()}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", ["model-0000-0000.safetensors", "model-0001-0000.safetensors", CANARY_FILE,
+                                  CHECKSUMS_FILE])  # fmt: skip
+def test_a_damaged_file_is_refused(folders, tmp_path, name, harm):
+    written = write(folders, Version(0, 1))
+    HARMS[harm](tmp_path / "weights" / name_of(written.version) / name)
+    with pytest.raises((SnapshotError, StoreError), match=name):
+        folders.read(written, ReusedBuffers(), PATIENCE_S)
+
+
+def test_a_consistent_forgery_is_refused(folders, tmp_path):
+    """Whoever can write the folder can write another list of checksums, and not the checksum of the list."""
+    written, other = write(folders, Version(0, 1)), write(folders, Version(0, 2))
+    target = tmp_path / "weights" / name_of(written.version)
+    shutil.rmtree(target)
+    shutil.copytree(tmp_path / "weights" / name_of(other.version), target)
+    with pytest.raises(SnapshotError, match=CHECKSUMS_FILE):
+        folders.read(written, ReusedBuffers(), PATIENCE_S)
+
+
+def test_a_snapshot_that_is_read_too_slowly_is_given_up(folders):
+    with pytest.raises(StoreError, match=r"weights\.transfer_deadline_s"):
+        folders.read(write(folders, Version(0, 1)), ReusedBuffers(), timeout_s=0.0)
+
+
+@pytest.fixture
+def puller(folders, monkeypatch):
+    monkeypatch.setattr("april.weights.puller.RETRY_S", 0.1)
+    puller = SnapshotPuller(folders, PATIENCE_S)
+    yield puller
+    puller.close()
+
+
+def taken(puller):
+    wait_until(lambda: puller.has_staged)
+    return puller.take()
+
+
+def test_a_worker_uses_the_snapshot_before_a_damaged_one_until_that_is_whole(puller, folders, tmp_path):
+    before, newest = write(folders, Version(0, 1)), write(folders, Version(0, 2))
+    harmed = tmp_path / "weights" / name_of(newest.version) / "model-0001-0000.safetensors"
+    whole = harmed.read_bytes()
+    flip(harmed)
+    puller.offer([newest, before])
+    staged = taken(puller)
+    assert staged.version == before.version and same(staged.tensors, 1) and staged.canary == CANARY
+    version, why = puller.refused.get(timeout=PATIENCE_S)
+    assert version == newest.version and harmed.name in why
+    harmed.write_bytes(whole)
+    staged = taken(puller)
+    assert staged.version == newest.version and same(staged.tensors, 2)
+
+
+def test_an_engine_gets_lost_and_refused_weights_again_and_no_others_twice(puller, folders):
+    first, second = write(folders, Version(0, 1)), write(folders, Version(0, 2))
+    puller.offer([first])
+    puller.loaded(taken(puller).version)
+    puller.offer([second, first])
+    assert taken(puller).version == second.version
+    puller.refuse("not these", wrong=True)
+    assert puller.refused.get(timeout=PATIENCE_S) == (second.version, "not these")
+    puller.loaded(taken(puller).version)
+    puller.offer([second, first])
+    puller.forget()
+    assert taken(puller).version == second.version and not puller.has_staged
+
+
+def test_nothing_is_read_for_an_engine_that_is_down(folders):
+    up = [False]
+    puller = SnapshotPuller(folders, PATIENCE_S, lambda: up[0])
+    puller.offer([write(folders, Version(0, 1))])
+    up[0] = True
+    assert taken(puller).version == Version(0, 1)
+    puller.close()
+
+
+def test_old_snapshots_are_removed_once_nobody_can_be_reading_them(folders, monkeypatch):
+    now = clock.now()
+    monkeypatch.setattr(clock, "now", lambda: now)
+    folders.write_part(pack(Version(0, 0), weights(0)[0]), 0)  # the learner was killed here
+    versions = [Version(0, 1), Version(0, 2), Version(1, 2), Version(1, 3)]
+    for version in versions:
+        write(folders, version)
+    folders.prune(reading_s=30.0)
+    assert {name.partition("/")[0] for name in folders.objects.names()} == {
+        name_of(version) for version in [Version(0, 0), *versions]
+    }
+    now += 31.0
+    write(folders, Version(1, 4))
+    folders.prune(reading_s=30.0)
+    kept = [Version(1, 2), *versions[-1:], Version(1, 4)]  # the first of them has just been superseded
+    assert {name.partition("/")[0] for name in folders.objects.names()} == set(map(name_of, kept))
+    assert INDEX_FILE in {name.rpartition("/")[2] for name in folders.objects.names()} and KEPT == 2
