@@ -65,7 +65,6 @@ MESSAGES: dict[str, MessageTable] = {
 }
 """Message types that each role may send, with their handlers. Every role may also send Hello, Bind, Heartbeat and
 Goodbye."""
-
 KEY_OF = {"node": "learner"}
 """Role -> role whose key its peers use, for roles without keys of their own."""
 OVER = "the run is over"

@@ -15,12 +15,14 @@ def check_snapshots(config: Config) -> None:
         check_store_url("weights.folder", weights.folder)
     if weights.every == 1:
         return
-    if config.is_shipped("schedule.kind") and registry_of("schedule.kind").find(schedule.kind).by_rounds:
+    schedules = registry_of("schedule.kind")
+    if config.is_shipped("schedule.kind") and schedules.find(schedule.kind).by_rounds:
+        without_rounds = schedules.names_where(lambda kind: not kind.by_rounds)
         refuse(
             "weights.every",
             weights.every,
             f"leaves out versions, and each round of schedule.kind = {schedule.kind!r} waits for its own",
-            "set it to 1, or schedule.kind = 'continuous'",
+            f"set it to 1, or schedule.kind = {without_rounds}",
         )
     if weights.every > schedule.max_staleness:
         refuse(

@@ -55,6 +55,7 @@ NOTICED = {
     "weights.parts:PartCommands.__init__": ENDS_ITS_PART,
     "weights.parts:PartSender.__init__": ENDS_ITS_PART,
     "weights.parts:PartSender._obey": ENDS_ITS_PART,
+    "weights.puller:SnapshotPuller.__init__": ENDS_ITS_PART,
     "weights.publisher:WeightPublisher._start_thread": "test_whatever_a_transport_raises_costs_its_channel_alone",
     "weights.receiver:WeightReceiver.__init__": "test_a_transport_that_raises_anything_ends_its_worker",
     "weights.snapshot:digest": WAITED_FOR,

@@ -15,6 +15,7 @@ from april.broker.ledger.admission import Verdict
 from april.broker.ledger.chunk_refs import chunk_refs_in
 from april.broker.ledger.ledger import LedgerError
 from april.broker.ledger.samples import Group, Sample, SampleState
+from april.broker.ledger.weight_folders import note_weight_folder
 from april.broker.payloads import pack
 from april.broker.peers import SESSION_BITS, Peer, Peers
 from april.broker.telemetry.logged_groups import LoggedGroup
@@ -257,7 +258,7 @@ class LearnerHandler:
         if self._refuses_unstarted(peer, received):
             return
         version = received.message.folder.version
-        if self.ledger.write_weight_folder(received.message.folder) is Verdict.INVALID:
+        if note_weight_folder(self.ledger, received.message.folder) is Verdict.INVALID:
             return self._refuse(peer, received, f"weights {version} are none of this learner")
         self.peers.broadcast(wire.WeightFolders(self.ledger.learner.weight_folders))
         self.peers.send(peer, wire.Accepted(), sequence=received.sequence)

@@ -41,7 +41,6 @@ from april.broker.ledger.state import LedgerState
 from april.broker.ledger.transitions import HANDLERS
 from april.wire.message import Version
 from april.wire.rows import CHUNK, ENDS_LEASE_BYTE, ROW, ReportRow, chunk_row, pack_rows, select_rows
-from april.wire.training import WeightFolder
 from april.wire.work import MAX_FORKS
 
 Write = Callable[[events.Event, Sequence[EventArray]], Any]
@@ -398,13 +397,3 @@ class Ledger(LedgerState):
         while self.steps.consumed < step:
             self.commit(events.BatchConsumed(self.steps.consumed))
         self.commit(events.LearnerStarted(self.learner.incarnation + 1, step, uid, weights_address, weights_key))
-
-    def write_weight_folder(self, folder: WeightFolder) -> Verdict:
-        """Note that the learner has written a snapshot of weights, unless it has said so before."""
-        incarnation, step = folder.version
-        if incarnation != self.learner.incarnation or not self.was_published(step, incarnation):
-            return Verdict.INVALID
-        if folder in self.learner.weight_folders:
-            return Verdict.DUPLICATE
-        self.commit(events.WeightFolderWritten(incarnation, step, folder.digest))
-        return Verdict.OK

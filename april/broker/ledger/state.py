@@ -36,8 +36,7 @@ DEAD_SAMPLE = "dead_sample"
 
 
 class Account(msgspec.Struct):
-    """Token account: counts every acknowledged token under exactly one state or discard reason. The account closes if
-    no token is missing."""
+    """Token account: each acknowledged token has exactly one state or discard reason. It closes if none is missing."""
 
     tokens: Counter[str] = msgspec.field(default_factory=Counter)
     """Acknowledged tokens by name: generated, evaluation, and the group states other than discarded."""
@@ -46,8 +45,7 @@ class Account(msgspec.Struct):
     counts: Counter[str] = msgspec.field(default_factory=Counter)
     """Number of training groups by state, and of discarded ones also by reason."""
     resumed: Counter[str] = msgspec.field(default_factory=Counter)
-    """Tokens of partial responses that were leased again: `cached` to a worker with their KV cache, `moved` to
-    another."""
+    """Tokens of partial responses leased again: `cached` to a worker with their KV cache, `moved` to another."""
 
     def move(self, group: Group, state: GroupState) -> None:
         """Move a training group and its tokens to another state."""
@@ -120,10 +118,6 @@ class StepProgress(msgspec.Struct):
     """Number of batches that the newest checkpoint on disk contains."""
 
 
-OFFERED_FOLDERS = 2
-"""Number of snapshots of weights that workers are told of: where the newest is damaged, they use the one before."""
-
-
 class CurrentLearner(msgspec.Struct):
     """The learner of the current incarnation."""
 
@@ -133,10 +127,8 @@ class CurrentLearner(msgspec.Struct):
     """Process uid of the learner."""
     weights_address: str = ""
     weights_key: str = ""
-    """Address and CURVE public key at which the learner publishes weights."""
     weight_folders: list[WeightFolder] = []
-    """The last snapshots of weights that a learner of the run has written, at most `OFFERED_FOLDERS`, the newest
-    first."""
+    """Address and public key at which the learner publishes weights; the last snapshots written, the newest first."""
 
 
 class Rounds(msgspec.Struct):

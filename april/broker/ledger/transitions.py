@@ -19,7 +19,7 @@ from april.broker.ledger.samples import (
     add_fork,
     as_agent_sample,
 )
-from april.broker.ledger.state import DEAD_SAMPLE, OFFERED_FOLDERS, LedgerState
+from april.broker.ledger.state import DEAD_SAMPLE, LedgerState
 from april.wire.message import Version
 from april.wire.rows import CHUNK, ROW, ReportRow, padded
 from april.wire.training import WeightFolder
@@ -31,6 +31,8 @@ START_BITS = 32
 NO_ATTEMPT = ("abort", "leave", "recall")
 """Causes of a lease's end that do not count as a failed attempt."""
 
+OFFERED_FOLDERS = 2
+"""Number of snapshots of weights that workers are told of: where the newest is damaged, they use the one before."""
 NONFINITE = "nonfinite"
 """Discard reason of a batch that the learner skips because its loss or gradient was not finite."""
 

@@ -304,7 +304,7 @@ def check_has_channels(config: Config) -> None:
             "weights.transport",
             config.weights.transport,
             "has workers read snapshots, which only April's learner writes",
-            "set 'collective'",
+            f"set {TRANSPORTS.names_where(lambda transport: not transport.pulls)}",
         )
 
 
