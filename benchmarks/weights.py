@@ -123,8 +123,7 @@ def forget(paths: list[Path]) -> None:
 
 
 def read_and_check(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ class Worker(Holder, FakeWorker):
     def say_room(self, capacity):
         self.hold(self.conversation.ledger.steps.consumed, capacity)
         self.say(wire.ActivitySpan("generate", 0.0, 1.0))
+        self.say(wire.WeightFolderRefused(self.version, "a file is torn"))
 
     def work(self):
         if self.version.step != self.conversation.ledger.steps.consumed:

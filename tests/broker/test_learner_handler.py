@@ -215,11 +215,11 @@ def test_workers_are_told_of_the_last_two_snapshots_of_weights_also_by_a_restart
     """A worker that comes later needs no learner for them."""
     make_batch(worker)
     learner.consume(0)
-    for step in (0, 1, 1):
+    for step in (0, 1, 1, 0):  # a message may come twice
         learner.say(wire.WeightsWritten(folder(0, step)))
         assert learner.take(wire.Accepted)
     told = [received.message.folders for received in worker.take(wire.WeightFolders)]
-    assert told[:2] == [[folder(0, 0)], [folder(0, 1), folder(0, 0)]]
+    assert told == [[folder(0, 0)], [folder(0, 1), folder(0, 0)]]
     successor = joined(FakeLearner(talk), step=0)
     successor.say(wire.WeightsWritten(folder(1, 0)))
     assert successor.take(wire.Accepted)

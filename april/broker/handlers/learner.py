@@ -258,9 +258,11 @@ class LearnerHandler:
         if self._refuses_unstarted(peer, received):
             return
         version = received.message.folder.version
-        if note_weight_folder(self.ledger, received.message.folder) is Verdict.INVALID:
+        verdict = note_weight_folder(self.ledger, received.message.folder)
+        if verdict is Verdict.INVALID:
             return self._refuse(peer, received, f"weights {version} are none of this learner")
-        self.peers.broadcast(wire.WeightFolders(self.ledger.learner.weight_folders))
+        if verdict is Verdict.OK:
+            self.peers.broadcast(wire.WeightFolders(self.ledger.learner.weight_folders))
         self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
 
     def on_best_request(self, peer: Peer, received: wire.Received, now: float) -> None:

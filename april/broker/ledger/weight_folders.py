@@ -7,11 +7,11 @@ from april.wire.training import WeightFolder
 
 
 def note_weight_folder(ledger: Ledger, folder: WeightFolder) -> Verdict:
-    """Note that the learner has written a snapshot of weights, unless it has said so before."""
+    """Note that the learner has written a snapshot of weights, unless it has said so before of it or a newer one."""
     incarnation, step = folder.version
     if incarnation != ledger.learner.incarnation or not ledger.was_published(step, incarnation):
         return Verdict.INVALID
-    if folder in ledger.learner.weight_folders:
+    if any(folder.version <= known.version for known in ledger.learner.weight_folders):
         return Verdict.DUPLICATE
     ledger.commit(events.WeightFolderWritten(incarnation, step, folder.digest))
     return Verdict.OK
