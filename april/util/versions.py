@@ -90,8 +90,8 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-JOURNAL = Form("journal", {1: "0.1", 10: "0.2"})
-"""Format of records, events and snapshots. Numbers 2 to 9 were never released."""
+JOURNAL = Form("journal", {1: "0.1", 11: "0.2"})
+"""Format of records, events and snapshots. Numbers 2 to 10 were never released."""
 RUN_FOLDER = Form("run folder", {1: "0.1", 3: "0.2"})
 """Format of configuration, metrics, summary and checkpoints. Number 2 was never released."""
 
