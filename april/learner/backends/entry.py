@@ -62,7 +62,7 @@ class BackendEntry:
         """Raises ConfigError for a model that the back end would train without seeing the images of its prompts. It may
         import torch: before a run it is called in a process of its own."""
         why = "trains no model that sees images, and rows have some"
-        fix = "use learner.backend = 'fsdp', or leave the images out with data.images_key = ''"
+        fix = "use the default back end, or leave the images out with data.images_key = ''"
         refuse("learner.backend", config.learner.backend, why, fix)
 
     @classmethod
