@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from april import wire
 from april.agents.link import RowWithPayload
 from april.agents.rendering import Renderer, request_key
-from april.data.messages import Message
+from april.data.messages import Message, image_sources, texts_of
 from april.wire.rows import CHUNK
 
 REPLACEMENT_CHARACTER = "\ufffd"
@@ -88,6 +88,19 @@ class Fork:
     turns: list[Turn] = field(default_factory=list)
 
 
+class SessionImage(NamedTuple):
+    """An image of a session's requests, which the broker has kept."""
+
+    source: str
+    """Sha256 of the file that the agent has sent, in hex; a part of a message names the image by it."""
+    name: str
+    """Sha256 of the prepared file, in hex."""
+    tokens: int
+    """Number of tokens that the image takes."""
+    kept_until: float
+    """Time by the event loop's clock up to which the broker keeps the image surely, also if no turn names it."""
+
+
 @dataclass(frozen=True)
 class PolicyCall:
     """One call of the policy, parsed from the request of any API."""
@@ -129,6 +142,8 @@ class ConversationTree:
         """Named numbers that the agent has posted with its reward."""
         self.state = b""
         """MessagePack of the state that the agent has posted; b"" without one."""
+        self.images: dict[str, SessionImage] = {}
+        """Images of the session's requests, by their source."""
         self._turns_by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
         self._request_counts: Counter[bytes] = Counter()
         """Request key -> number of equal calls in the current execution, retries not counted."""
@@ -179,6 +194,11 @@ class ConversationTree:
         """Whether journaled turns remain that the current execution of the agent has not requested."""
         return not all(turn.requested for turn in self.turns)
 
+    @property
+    def named_images(self) -> set[str]:
+        """Names of the images that the session's turns name, so that the broker keeps them with the session."""
+        return {name for turn in self.turns for name in turn.request.images}
+
     def superseded_forks(self) -> list[tuple[int, int]]:
         """(fork, length) of each fork that an earlier execution of the agent has extended further than the current one:
         the fork's tokens from `length` on are superseded."""
@@ -213,10 +233,12 @@ class ConversationTree:
     async def with_prompt(self, call: PolicyCall) -> PolicyCall:
         """The call with its prompt, which is rendered in a thread if it is long and will be needed whole: its history
         is new, or was written anew. Raises BadMessages."""
-        size = sum(len(message.get("content") or "") for message in call.messages)
+        size = sum(len(text) for message in call.messages for text in texts_of(message))
         if size < LONG_CHARACTERS or not self._renders_whole(call):
             return call
-        return replace(call, prompt=await asyncio.to_thread(self.renderer.render_prompt, call.messages, call.tools))
+        counts = self._image_tokens(call.messages)
+        prompt = await asyncio.to_thread(self.renderer.render_prompt, call.messages, call.tools, counts)
+        return replace(call, prompt=prompt)
 
     def _renders_whole(self, call: PolicyCall) -> bool:
         by_tokens = self._find_continuation == self._continue_by_tokens
@@ -225,7 +247,13 @@ class ConversationTree:
     def _prompt_of(self, call: PolicyCall) -> np.ndarray:
         if call.prompt is not None:
             return call.prompt
-        return self.renderer.render_prompt(call.messages, call.tools)
+        return self.renderer.render_prompt(call.messages, call.tools, self._image_tokens(call.messages))
+
+    def _image_tokens(self, messages: list[Message]) -> list[int]:
+        return [self.images[source].tokens for source in image_sources(messages)]
+
+    def _image_names(self, messages: list[Message]) -> list[str]:
+        return [self.images[source].name for source in image_sources(messages)]
 
     def _retried_turn(self, call: PolicyCall, key: bytes) -> Turn | None:
         """The turn that the call retries: by idempotency key, by an abandoned equal call, or by the retry mark."""
@@ -250,7 +278,8 @@ class ConversationTree:
                 "leaves no room for an answer",
             )
         max_tokens = call.max_tokens or self.max_turn_tokens or remaining_tokens
-        request = wire.TurnRequest(key, min(max_tokens, remaining_tokens), list(call.stop_token_ids))
+        images = self._image_names(call.messages)[len(self._images_up_to(last)) if last else 0 :]
+        request = wire.TurnRequest(key, min(max_tokens, remaining_tokens), list(call.stop_token_ids), images)
         turn = self._add(fork, request, start, tokens)
         self.forks[fork.number], fork.length = fork, start
         self.send_observation(self.lease.lease_id + fork.number, offset, tokens, request, fork.parent)
@@ -263,23 +292,36 @@ class ConversationTree:
             return None, self._prompt_of(call)
         assert last.messages is not None
         new = call.messages[len(last.messages) + 1 :]
-        return last, self.renderer.render_continuation(last.messages, new, call.tools, last.ids[-1])
+        counts = self._image_tokens(new)
+        return last, self.renderer.render_continuation(last.messages, new, call.tools, last.ids[-1], counts)
 
     def _continue_by_tokens(self, call: PolicyCall) -> tuple[Turn | None, np.ndarray]:
         """The turn that the call continues, by its rendered tokens, and the new observation, int32 [T]."""
-        tokens = self._prompt_of(call)
+        tokens, images = self._prompt_of(call), self._image_names(call.messages)
         complete = [turn for turn in self.turns if turn.complete and turn.end < len(tokens)]
         by_end = sorted(complete, key=lambda turn: (-turn.end, turn.end < self._fork_length(turn)))
-        last = next((turn for turn in by_end if np.array_equal(self._tokens_up_to(turn), tokens[: turn.end])), None)
+        last = next((turn for turn in by_end if self._is_prefix(turn, tokens, images)), None)
         return last, tokens[last.end :] if last else tokens
+
+    def _is_prefix(self, turn: Turn, tokens: np.ndarray, images: list[str]) -> bool:
+        """Whether the conversation up to the end of the turn begins one with these tokens and images."""
+        shown = self._images_up_to(turn)
+        return np.array_equal(self._tokens_up_to(turn), tokens[: turn.end]) and shown == images[: len(shown)]
 
     def _tokens_up_to(self, turn: Turn) -> np.ndarray:
         """All tokens of the conversation up to the end of the turn, int32 [T]."""
+        return np.concatenate([part for each in self._turns_up_to(turn) for part in (each.observation, each.ids)])
+
+    def _images_up_to(self, turn: Turn) -> list[str]:
+        """Names of all images of the conversation up to the turn, in order."""
+        return [name for each in self._turns_up_to(turn) for name in each.request.images]
+
+    def _turns_up_to(self, turn: Turn) -> list[Turn]:
+        """The turns of the conversation up to this one, in order, with those shared with the parents of its fork."""
         fork = self.forks[turn.fork]
-        own = [tokens for turn in fork.turns[: turn.index + 1] for tokens in (turn.observation, turn.ids)]
         forked_from = next((turn for turn in self.forks[fork.parent].turns if turn.end == fork.offset), None)
-        before = [self._tokens_up_to(forked_from)] if forked_from and fork.offset else []
-        return np.concatenate([*before, *own])
+        before = self._turns_up_to(forked_from) if forked_from and fork.offset else []
+        return [*before, *fork.turns[: turn.index + 1]]
 
     def _last_repeated_turn(self, messages: list[Message]) -> Turn | None:
         """The turn whose answer is the last one that the messages repeat; of several, one without a following turn."""

@@ -27,6 +27,7 @@ from april.agents.forwarding import (
     unknown_key,
 )
 from april.agents.host import pack_state
+from april.agents.images import RequestImages
 from april.agents.listening import AttachKey, served_names
 from april.config import Config
 from april.data.messages import BadMessages
@@ -34,8 +35,8 @@ from april.data.tokenizer import Tokenizer
 from april.wire.limits import clip, is_reward, reward_details
 from april.wire.security.web_requests import check_requests
 
-MAX_BODY_BYTES = 8 << 20
-"""Largest request body."""
+MAX_BODY_BYTES, MAX_BODY_BYTES_WITH_IMAGES = 8 << 20, 64 << 20
+"""Largest request body, and that of a run whose policy takes images."""
 MAX_BODY_DEPTH = 64
 """Deepest nesting of lists and objects in a request body."""
 MAX_FORMER_KEYS = 10_000
@@ -57,11 +58,15 @@ class Gateway:
         """The gateway of a run, with all APIs."""
         ignore_overrides = config.agent.overrides == "ignore"
         dialects = [dialect(tokenizer, config.run.name, ignore_overrides) for dialect in DIALECTS]
-        return cls(dialects, served_names(config.agent))
+        return cls(dialects, served_names(config.agent), RequestImages.of(config, tokenizer))
 
-    def __init__(self, dialects: list[Dialect], names: Collection[str] = frozenset()):
-        """`names`: host names under which the server is asked, besides IP addresses."""
+    def __init__(
+        self, dialects: list[Dialect], names: Collection[str] = frozenset(), images: RequestImages | None = None
+    ):
+        """`names`: host names under which the server is asked, besides IP addresses. `images`: None for a policy that
+        takes none."""
         self.dialects = dialects
+        self.images = images or RequestImages(None, "the policy takes no images")
         self.dialect_by_path = {dialect.path: dialect for dialect in dialects}
         self.sessions: dict[str, ConversationTree] = {}
         """Sessions by the API key of their current execution."""
@@ -76,7 +81,8 @@ class Gateway:
         self.refusals: Counter[str] = Counter()
         """Number of refused requests by the code of their error."""
         self.app = web.Application(
-            client_max_size=MAX_BODY_BYTES, middlewares=[check_requests(names, self._has_secret), self._render_errors]
+            client_max_size=MAX_BODY_BYTES_WITH_IMAGES if self.images.rule else MAX_BODY_BYTES,
+            middlewares=[check_requests(names, self._has_secret), self._render_errors],
         )
         for dialect in dialects:
             self.app.router.add_post(dialect.path, self._complete)
@@ -137,7 +143,9 @@ class Gateway:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         dialect = self.dialect_by_path[request.path]
         session, body = self.session_of(request), await read_body(request)
+        sources = await self.images.take(body)
         call = replace(parse_call(dialect, body, session), **call_identity(request))
+        await self.images.show(session, call.messages, sources)
         turn = session.request_turn(await session.with_prompt(call))
         turn.pending_calls += 1
         try:

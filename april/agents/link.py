@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +24,8 @@ from april.workers.reports import Reports
 log = logging.getLogger(__name__)
 
 POLL_MS = 50
+PART_BYTES = 2 << 20
+"""Most bytes of an image in one message."""
 RowWithPayload = tuple[ReportRow, bytes]
 """A report row and its payload."""
 
@@ -63,6 +65,8 @@ class BrokerLink(threading.Thread):
         self.leases: set[int] = set()
         self.questions: set[wire.HolderRequest] = set()
         """Questions about sessions' holders that the broker has not answered yet."""
+        self.images: dict[str, tuple[bytes, list[asyncio.Future[str]]]] = {}
+        """Images that the broker has not kept yet, by name: the file, and what waits for the answer."""
         self.stopping = ""
         """Why the link to the broker is ending; "" while the link is in use."""
         self.failure: Exception | None = None
@@ -81,6 +85,12 @@ class BrokerLink(threading.Thread):
 
     def close_session(self, closing: wire.Closing) -> None:
         self._enqueue(lambda: self._close(closing))
+
+    async def keep_image(self, name: str, png: bytes) -> str:
+        """Bring an image to the broker; returns once it is on disk "", or why the broker does not keep it."""
+        answer = self.loop.create_future()
+        self._enqueue(lambda: self._keep_image(name, png, answer))
+        return await answer
 
     def find_holder(self, question: wire.HolderRequest) -> None:
         """Ask the broker which process holds a session."""
@@ -114,6 +124,7 @@ class BrokerLink(threading.Thread):
             try:
                 self.connection.close()
             finally:
+                self._answer_images(self.stopping)
                 self._notify(self.listener.stop, self.stopping)
 
     def _run_once(self) -> None:
@@ -139,6 +150,25 @@ class BrokerLink(threading.Thread):
         self.questions.add(question)
         self.connection.send(question)
 
+    def _keep_image(self, name: str, png: bytes, answer: "asyncio.Future[str]") -> None:
+        _, waiting = self.images.setdefault(name, (png, []))
+        waiting.append(answer)
+        if len(waiting) == 1:
+            self._send_image(name)
+
+    def _send_image(self, name: str) -> None:
+        png, _ = self.images[name]
+        for start in range(0, len(png), PART_BYTES):
+            part = np.frombuffer(png[start : start + PART_BYTES], np.uint8)
+            self.connection.send(wire.KeepImage(name, start, len(png)), [part])
+
+    def _answer_images(self, fault: str, names: Sequence[str] | None = None) -> None:
+        """Tell those that wait for these images, or for any, that they are kept (""), or why not."""
+        for name in list(self.images) if names is None else names:
+            _, waiting = self.images.pop(name, (b"", []))
+            for answer in waiting:
+                self._notify(set_answer, answer, fault)
+
     def _stop(self, why: str) -> None:
         self.stopping = self.stopping or why
 
@@ -149,6 +179,8 @@ class BrokerLink(threading.Thread):
         self.connection.send(self.capacity)
         for question in self.questions:
             self.connection.send(question)
+        for name in self.images:
+            self._send_image(name)
         for lease_id in self.reports.unanswered():
             self.reports.send_again(lease_id)
 
@@ -169,6 +201,8 @@ class BrokerLink(threading.Thread):
             case wire.Holder():
                 self.questions.discard(wire.HolderRequest(message.group, message.index, message.lease_id))
                 self._notify(self.listener.receive_holder, message)
+            case wire.ImageKept(name, fault):
+                self._answer_images(fault, [name])
             case wire.Answers():
                 self._take_answers(message)
             case wire.Cancel(leases) | wire.Renewed(leases):
@@ -180,6 +214,7 @@ class BrokerLink(threading.Thread):
                 self._say_hello()
             case wire.Refused() if "unknown session" not in message.reason:
                 log.warning("refused: %s", message.reason)
+                self._answer_images(message.reason)
                 for lease_id in self.reports.unanswered():
                     self._drop(lease_id, message.reason)
 
@@ -206,6 +241,11 @@ class BrokerLink(threading.Thread):
         found = lease_id in self.leases
         self.leases.discard(lease_id)
         return found
+
+
+def set_answer(answer: "asyncio.Future[str]", fault: str) -> None:
+    if not answer.done():
+        answer.set_result(fault)
 
 
 def rows_with_payloads(table: Any, payload: Any) -> Iterator[RowWithPayload]:

@@ -77,7 +77,7 @@ async def serve(
     log.info("the API is at %s; connecting to %s", agents.addresses.public, address)
     connection = BrokerConnection(address, "agents", name, new_uid(name), config.broker.patience_s, keys)
     agents.link = BrokerLink(connection, section.sessions, agents.addresses.peer, agents)
-    forwarder.ask_broker = agents.link.find_holder
+    forwarder.ask_broker, gateway.images.keep = agents.link.find_holder, agents.link.keep_image
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(
             number, agents.link.leave, f"signal {signal.Signals(number).name}"

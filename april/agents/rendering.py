@@ -4,6 +4,7 @@ Messages are compared by value (role, text, tool-call arguments), not by their J
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy as np
 
 from april.config import Config
 from april.data.messages import BadMessages, Message, text_of, tool_call
+from april.data.rows import BadRow
 from april.data.tokenizer import Tokenizer
 
 ANSWER_MARK = "\ue000said\ue000"
@@ -23,6 +25,8 @@ class Renderer:
 
     renderer.render_prompt(messages, tools)                          # int32 [T]: prompt of the first turn
     renderer.render_continuation(before, new, tools, last_token)     # int32 [T]: what follows the answer to `before`
+
+    `images` are the numbers of tokens of the images in what is rendered, in order.
     """
 
     @classmethod
@@ -38,12 +42,13 @@ class Renderer:
         self.options = options
         self.response_template = response_template or getattr(tokenizer.inner, "response_template", None)
 
-    def render_prompt(self, messages: list[Message], tools: list[Any] | None) -> np.ndarray:
-        return self._encode(self._render(messages, tools))
+    def render_prompt(self, messages: list[Message], tools: list[Any] | None, images: Sequence[int] = ()) -> np.ndarray:
+        return self._encode(self._render(messages, tools), images)
 
     def render_continuation(
-        self, before: list[Message], new: list[Message], tools: list[Any] | None, last_token: int
-    ) -> np.ndarray:
+        self, before: list[Message], new: list[Message], tools: list[Any] | None, last_token: int,
+        images: Sequence[int] = (),
+    ) -> np.ndarray:  # fmt: skip
         """Token ids, int32 [T], between the policy's answer to `before` and its next answer. If the answer already ends
         with the template's end-of-message token, `last_token`, that is not repeated."""
         text = self._render([*before, {"role": "assistant", "content": ANSWER_MARK}, *new], tools)
@@ -51,7 +56,7 @@ class Renderer:
         ending = self.decode_raw([last_token])
         if last_token in self.tokenizer.eos_token_ids and rest.startswith(ending):
             rest = rest[len(ending) :]
-        return self._encode(rest)
+        return self._encode(rest, images)
 
     @property
     def parses(self) -> bool:
@@ -88,8 +93,11 @@ class Renderer:
         except Exception as error:  # a template is the model's own program: it may fail in any way
             raise BadMessages(f"the chat template refuses these messages: {type(error).__name__}: {error}") from None
 
-    def _encode(self, text: str) -> np.ndarray:
-        return self.tokenizer.encode_prompt(text)
+    def _encode(self, text: str, images: Sequence[int]) -> np.ndarray:
+        try:
+            return self.tokenizer.encode_row(text, images)
+        except BadRow as error:
+            raise BadMessages(str(error)) from None
 
 
 def request_key(messages: list[Message], tools: list[Any] | None, rest: Any) -> bytes:

@@ -1,7 +1,8 @@
-"""The images of a run's prompts: a file each in the run folder, named by the sha256 of its content.
+"""The images of a run's prompts and sessions: a file each in the run folder, named by the sha256 of its content.
 
 A file is on disk before the journal record that names it; records hold names, never pixels. Files that nothing names
-are removed after the journal has reclaimed space, and after a start.
+are removed after the journal has reclaimed space, and after a start; those that an agents process has brought, once a
+turn has had time to name them.
 """
 
 import contextlib
@@ -15,6 +16,8 @@ from april.data.images import name_of
 from april.util.files import sync
 
 FOLDER, SUFFIX, TEMPORARY = "images", ".png", ".tmp"
+PIN_S = 600.0
+"""Least time that an image is kept for a turn that will name it, seconds."""
 
 
 class DamagedImage(Damaged):
@@ -31,9 +34,10 @@ class ImageStore:
     """The files of images below a run folder.
 
     store.keep(name, png)               # returns once it is on disk; from any thread
+    store.pin(name)                     # no record names it yet
     store.read(name)
     store.reclaim_is_due = True
-    store.reclaim(named, position, synced)      # now and then
+    store.reclaim(named, position, synced, now)     # now and then
     """
 
     def __init__(self, run_dir: Path):
@@ -44,6 +48,9 @@ class ImageStore:
         self._kept = {path.stem for path in self.folder.glob(f"*{SUFFIX}")}
         self._changing = threading.Lock()
         """Held while files are written or removed."""
+        self._pinned, self._pinned_before = set[str](), set[str]()
+        """Names pinned in the present period of PIN_S, and in the one before it."""
+        self._period_ends = 0.0
         if self._kept:
             sync(self.folder)  # a broker that died may have left entries that are not on disk
 
@@ -77,14 +84,25 @@ class ImageStore:
         self._kept.discard(name)
         raise DamagedImage(self._path(name))
 
-    def reclaim(self, named: Callable[[], Iterable[str]], position: int, synced: int) -> None:
+    def pin(self, name: str) -> None:
+        """Keep an image for at least PIN_S, also if nothing names it."""
+        self._pinned.add(name)
+
+    def pin_all(self) -> None:
+        """Pin the files of an earlier broker, some of which may have been brought for turns that will name them."""
+        self._pinned |= self._kept
+
+    def reclaim(self, named: Callable[[], Iterable[str]], position: int, synced: int, now: float) -> None:
         """Remove the files that nothing names, if that is due, in two calls: what the state at the journal's end
         `position` does not name is removed once the journal is on disk up to there (`synced`). `named`: the names that
-        the broker may still be asked for."""
+        the broker may still be asked for. `now`: seconds on any clock."""
+        if now >= self._period_ends:
+            self.reclaim_is_due |= bool(self._pinned_before)
+            self._pinned, self._pinned_before, self._period_ends = set(), self._pinned, now + PIN_S
         unnamed, until = self._unnamed
         if unnamed and synced >= until:
             with self._changing:
-                for name in unnamed.difference(named()):
+                for name in unnamed.difference(named(), self._pinned, self._pinned_before):
                     self._path(name).unlink(missing_ok=True)
                     self._kept.discard(name)
             self._unnamed = set(), 0

@@ -37,6 +37,8 @@ class Payloads:
         self.journal = journal
         self.prompts = prompts
         self.images = prompts.image_store or ImageStore(config.run_dir)
+        if config.agent.is_set:
+            self.images.pin_all()
         self.default_reward = config.reward.name
         """Name of the verifier for rows that name none."""
         self.is_cut = config.sampling.is_cut
@@ -148,13 +150,13 @@ class Payloads:
         self.journal.release_files(starts)
         self.images.reclaim_is_due = True
 
-    def reclaim_images(self, named: Callable[[], Iterable[str]]) -> None:
+    def reclaim_images(self, named: Callable[[], Iterable[str]], now: float) -> None:
         """Remove the files of images that are not needed, if that is due. `named`: names that may be asked for."""
 
         def needed() -> Iterator[str]:
             return chain(named(), self.prompts.upcoming_images())
 
-        self.images.reclaim(needed, self.journal.end, self.journal.synced)
+        self.images.reclaim(needed, self.journal.end, self.journal.synced, now)
 
     def is_group_scored(self, evaluation: bool, epoch: int, row: int) -> bool:
         """Whether the verifier of a prompt scores all responses of a group in one call."""

@@ -368,7 +368,7 @@ class Service:
         self.recorder.update_peak(self.ledger)
         self.queue_scanner.advance(now)
         self.snapshots.follow(self.journal.file_start, self.payloads.release_files, now)
-        self.payloads.reclaim_images(self.history.live_images)
+        self.payloads.reclaim_images(self.history.live_images, now)
 
     @property
     def has_more(self) -> bool:

@@ -158,10 +158,15 @@ def token_score_records(group: Group) -> set[Reference]:
     return {(position, length) for position, length, *_ in (group.token_scores or {}).values()}
 
 
+def images_of(group: Group) -> set[str]:
+    """Names of the images of a group's prompt and of its sessions."""
+    return {*group.images, *(name for sample in group.samples_with_forks for name, _ in sample.images)}
+
+
 def groups_with_damage(ledger: Ledger, damaged: Damaged) -> list[Group]:
     """The groups of a ledger whose data includes the journal bytes that could not be read."""
     if isinstance(damaged, DamagedImage):
-        return [group for group in ledger.groups.values() if damaged.name in group.images]
+        return [group for group in ledger.groups.values() if damaged.name in images_of(group)]
     record, offset = damaged.record, damaged.offset
     return [
         group

@@ -28,6 +28,7 @@ PNG_BYTES = 64 << 20
 """Largest prepared file (bytes)."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are decoded, as Pillow names them; of an animation the first frame counts."""
+NO_IMAGES = "the policy takes no images"
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 """Image processors whose rule of sizes `ImageRule` follows: those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
@@ -126,6 +127,21 @@ def prepare(source: bytes, rule: ImageRule) -> PreparedImage:
             "the greatest number of pixels of the model's image processor"
         )
     return PreparedImage(name_of(png), png, rule.grid(height, width), rule.tokens(height, width))
+
+
+def check_prepared(png: bytes, rule: ImageRule | None) -> None:
+    """Check the file of an image that another process has prepared: a whole PNG, RGB with 8 bits a value, of a size
+    that `rule` keeps. Its values are not decoded. Raises BadRow."""
+    if rule is None:
+        raise BadRow(NO_IMAGES)
+    try:
+        image = pillow().open(io.BytesIO(png), formats=("PNG",))
+        is_prepared = image.mode == "RGB" and rule.size(image.height, image.width) == (image.height, image.width)
+        image.verify()
+    except Exception as error:  # what Pillow raises of a damaged file has no bounds
+        raise BadRow(f"a prepared image of {len(png):,} bytes cannot be read ({first_line(error)})") from None
+    if not is_prepared:
+        raise BadRow(f"an image of {image.width} x {image.height} pixels and mode {image.mode} is not prepared")
 
 
 def name_of(png: bytes) -> str:

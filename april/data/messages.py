@@ -46,7 +46,7 @@ def canonical(message: Any, template: str = "", with_images: bool = False) -> Me
 def normalized(message: Any) -> Message:
     """The canonical form of a message with the fields by which messages are compared. Raises BadMessages."""
     kept = ("role", "content", "tool_calls", "tool_call_id", "name")
-    found = canonical(message)
+    found = canonical(message, with_images=True)
     return {key: found[key] for key in kept if key in found}
 
 
@@ -68,13 +68,19 @@ def texts_of(message: Message) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
+def image_sources(messages: list[Message]) -> list[str]:
+    """What the images of canonical messages name as their source, in order."""
+    contents = [message["content"] for message in messages if not isinstance(message.get("content"), str)]
+    return [part["image"] for content in contents for part in content or () if part["type"] == IMAGE]
+
+
 def text_of(content: Any) -> str:
     """The text of a message's content. Raises BadMessages for images and other parts that are not text."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in TEXT_TYPES for part in content):
         return "".join(str(part.get("text") or "") for part in content)
-    raise BadMessages("a message's content is text; images and sounds are not supported")
+    raise BadMessages("a message's content is texts and, from users and tools, images; other parts are not supported")
 
 
 def tool_call(call: Any) -> Message:

@@ -79,13 +79,24 @@ def png_of(values: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def places_of_images(tokens: np.ndarray, token_id: int, count: int) -> np.ndarray:
-    """Which tokens stand for images of `count` tokens together, bool [T]: the first placeholders. A later one has been
-    sampled and is text. Raises ValueError if there are fewer."""
-    is_placeholder = np.asarray(tokens) == token_id
-    if (found := int(is_placeholder.sum())) < count:
-        raise ValueError(f"the images take {count} tokens, and the text has {found} of their placeholders")
-    return is_placeholder & (np.cumsum(is_placeholder) <= count)
+def places_of_images(
+    tokens: np.ndarray, token_id: int, counts: Sequence[int], starts: Sequence[int] = ()
+) -> np.ndarray:
+    """Which tokens stand for images, bool [T]. Any other placeholder has been sampled, and is text.
+
+    `counts`: number of tokens of each image, in order. `starts`: of each image, the index of the first token that may
+    be a placeholder of it; empty: 0 for all. An image takes the first placeholders from there on that the image before
+    it has left. Raises ValueError if there are fewer.
+    """
+    placeholders = np.flatnonzero(np.asarray(tokens) == token_id)
+    places, taken = np.zeros(len(tokens), bool), 0
+    for count, start in zip(counts, starts or [0] * len(counts), strict=True):
+        taken = max(taken, int(np.searchsorted(placeholders, start))) + count
+        places[placeholders[taken - count : taken]] = True
+    if taken > len(placeholders):
+        wanted = sum(counts)
+        raise ValueError(f"the images take {wanted} tokens, and the text has {len(placeholders)} of their placeholders")
+    return places
 
 
 PLACES = "image_places"

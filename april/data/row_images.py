@@ -7,7 +7,6 @@ a data: URL.
 """
 
 import base64
-import binascii
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -150,10 +149,15 @@ def data_url_bytes(url: str) -> bytes:
     head, separator, encoded = url.partition(",")
     if not separator or not head.endswith(";base64"):
         raise BadRow(f"an image is given as {excerpt(url)}, and a data: URL is like data:image/png;base64,…")
+    return base64_bytes(encoded)
+
+
+def base64_bytes(encoded: str) -> bytes:
+    """The bytes of an image in base64. Raises BadRow."""
     try:
         return base64.b64decode(encoded, validate=True)
-    except binascii.Error as error:
-        raise BadRow(f"a data: URL of an image is not base64 ({error})") from None
+    except ValueError as error:  # binascii.Error, or characters beyond ASCII
+        raise BadRow(f"an image is not base64 ({error})") from None
 
 
 def _parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

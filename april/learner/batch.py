@@ -71,6 +71,9 @@ class TrainSample:
     """Reference answer of the prompt; only if samples are stored."""
     images: tuple[bytes, ...] = ()
     """The images of the tokens as PNG files (`april.data.images`), in the order of their placeholders."""
+    image_starts: tuple[int, ...] = ()
+    """Of each image, the index of the first token that may be a placeholder of it; empty: 0 for all. An image takes the
+    first placeholders from there on that the image before it has left. All others were sampled, and are text."""
     token_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Named columns that a scorer gave beside the reward, float32 [R]; 0 for observations."""
 
@@ -171,6 +174,8 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     """The different images of the batch, as PNG files."""
     image_numbers: list[list[int]] = []
     """Of each row, the numbers of its images in `images`; empty if no row has any."""
+    image_starts: list[tuple[int, ...]] = []
+    """Of each row, the starts of its images; empty if no row has any."""
     token_scores: dict[str, bytes] = {}
     """Token scores of all response tokens by name, float32; NaN for the tokens of a row without that score."""
 
@@ -203,6 +208,7 @@ def encode(batch: TrainingBatch) -> bytes:
             origins=batch.origins,
             images=images,
             image_numbers=[[numbers[image] for image in sample.images] for sample in samples] if images else [],
+            image_starts=[sample.image_starts for sample in samples] if images else [],
             token_scores={
                 name: b"".join(
                     np.asarray(sample.token_scores.get(name, np.full(sample.response_tokens, np.nan)), "<f4").tobytes()
@@ -225,12 +231,12 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
     names = flat.names or [(-1, -1, 0, "")] * len(flat.rewards)
     columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, names, strict=True)
     metadata = zip(flat.details, flat.spans, flat.times, strict=True) if flat.times else repeat(({}, (), (0.0, 0.0)))
-    image_numbers = flat.image_numbers or repeat(())
+    shown = zip(flat.image_numbers, flat.image_starts, strict=True) if flat.images else repeat(((), ()))
     for (prompt, response, reward, segments, (number, index, fork, finish_reason)), (
         details,
         spans,
         times,
-    ), shown in zip(columns, metadata, image_numbers, strict=False):
+    ), (image_numbers, image_starts) in zip(columns, metadata, shown, strict=False):
         sample_counts = counts[logprob_at : logprob_at + response]
         ids = int(sample_counts.sum())
         samples.append(
@@ -249,7 +255,8 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
                 opened_at=times[0],
                 delivered_at=times[1],
                 fork=fork,
-                images=tuple(flat.images[image] for image in shown),
+                images=tuple(flat.images[image] for image in image_numbers),
+                image_starts=image_starts,
                 token_scores={
                     name: column[logprob_at : logprob_at + response]
                     for name, column in scores.items()

@@ -71,7 +71,7 @@ class BrokerSource:
         keeps = self.keeps_samples
         parts = self._ask(wire.Fetch(step, keeps is not None and keeps(step), keeps is not None), is_complete)
         heads = [head for part in parts for head in part.message.groups]
-        images = self._images(list(dict.fromkeys(name for head in heads for name in head.images)))
+        images = self._images(list(dict.fromkeys(name for head in heads for name in names_of_images(head))))
         if isinstance(parts[0].message, wire.Finished):
             self.leftover = decode_groups(parts[0].message.groups, parts[0].arrays, images=images)
             return None
@@ -214,6 +214,12 @@ def is_complete(answers: list[wire.Received]) -> bool:
     return sum(sizes.values()) == last.total
 
 
+def names_of_images(group: wire.GroupHead) -> Iterator[str]:
+    """Names of the images of a group's prompt and of its samples."""
+    yield from group.images
+    yield from (name for sample in group.samples for name, _ in sample.shown_images)
+
+
 def decode_groups(
     heads: list[wire.GroupHead],
     arrays: list[np.ndarray],
@@ -226,10 +232,9 @@ def decode_groups(
     groups, rest = [], iter(arrays)
     with_support = len(arrays) == sum(1 + (4 + len(score_names)) * len(group.samples) for group in heads)
     for group in heads:
-        prompt, shown = next(rest), tuple((images or {})[name] for name in group.images)
-        samples = []
+        prompt, samples = next(rest), []
         for head in group.samples:
-            sample = decode_sample(group, head, prompt, rest, with_support, shown)
+            sample = decode_sample(group, head, prompt, rest, with_support, images or {})
             scores = {name: values for name in score_names if len(values := next(rest))}
             samples.append(replace_sample(sample, token_scores=token_columns(sample, scores)) if scores else sample)
         groups.append((group, samples))
@@ -242,10 +247,10 @@ def decode_sample(
     prompt: np.ndarray,
     rest: Iterator[np.ndarray],
     with_support: bool,
-    images: tuple[bytes, ...] = (),
+    images: Mapping[str, bytes],
 ) -> TrainSample:
-    """One sample of a group. If the group has no prompt, the tokens before the first sampled one become the sample's
-    prompt: the agent's messages, and the prefix that a fork shares with its parent."""
+    """One sample of a group; `images`: files by name. If the group has no prompt, the tokens before the first sampled
+    one become the sample's prompt: the agent's messages, and the prefix that a fork shares with its parent."""
     response, logprobs = next(rest), next(rest)
     support = Support(next(rest), next(rest)) if with_support else None
     first = 0 if group.prompt_tokens else head.segments[0][0]
@@ -268,7 +273,8 @@ def decode_sample(
         parent=head.parent,
         shared_tokens=head.shared_tokens,
         label=group.label,
-        images=images,
+        images=tuple(images[name] for name in (*group.images, *(name for name, _ in head.shown_images))),
+        image_starts=(*[0] * len(group.images), *(len(prompt) + start for _, start in head.shown_images)),
     )
 
 

@@ -97,7 +97,8 @@ class ImagePacker:
         positions, places = [], []
         for sample, images in zip(samples, found, strict=True):
             grids = [grid for _, grid in images]
-            own = places_of_images(sample.tokens[:-1], self.token_id, sum(map(self.reader.tokens, grids)))
+            counts = list(map(self.reader.tokens, grids))
+            own = places_of_images(sample.tokens[:-1], self.token_id, counts, sample.image_starts)
             positions.append(self.positions(own, grids))
             places.append(torch.from_numpy(own))
         return PackedImages(

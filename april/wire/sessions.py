@@ -111,7 +111,7 @@ MAX_IMAGES_ASKED = 64
 
 
 class FetchImages(Message):
-    """A worker's or the learner's request for images of prompts. `names`: the sha256 of each file in hex."""
+    """A worker's or the learner's request for images. `names`: the sha256 of each file in hex."""
 
     names: list[Name]
 
@@ -121,6 +121,26 @@ class Images(Message):
     array for each, its PNG file; an empty one for an image that cannot be read."""
 
     names: list[str]
+
+
+class KeepImage(Message):
+    """An agents process brings an image that a turn will name, in parts that follow each other. One uint8 array: the
+    bytes of its prepared PNG file from `start` on."""
+
+    name: Name
+    """Sha256 of the file in hex."""
+    start: Number
+    size: Number
+    """Bytes of the whole file."""
+
+
+class ImageKept(Message):
+    """Answer to the last part of an image: it is on disk, and stays there for at least ten minutes without a turn that
+    names it."""
+
+    name: str
+    fault: str = ""
+    """Why the image is not kept; "" if it is."""
 
 
 # --- monitors ---------------------------------------------------------------------------------------------------------

@@ -157,6 +157,9 @@ class SampleHead(msgspec.Struct, array_like=True, frozen=True):
     """Number of the fork that this fork starts from."""
     shared_tokens: int = 0
     """Number of tokens at the beginning of a fork that belong to its parent."""
+    shown_images: list[tuple[Name, Number]] = []
+    """(name, offset in the response of the first token that may be a placeholder of it) of each image in the response,
+    in order; they follow those of the prompt."""
 
 
 class GroupHead(msgspec.Struct, array_like=True, frozen=True):

@@ -88,6 +88,9 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     response."""
     stop_token_ids: list[int]
     """Token ids that end the turn, in addition to those that end every turn."""
+    shown_images: list[tuple[Name, Number]] = []
+    """(name, offset in the response of the first token that may be a placeholder of it) of each image in the response
+    so far, in order; they follow those of the prompt. Empty if `scoring`."""
 
     @property
     def responses(self) -> int:
@@ -234,6 +237,8 @@ class TurnRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     """Most tokens of the turn."""
     stop_token_ids: list[int] = []
     """Token ids that end the turn, in addition to those that end every turn."""
+    images: list[Name] = []
+    """Names of the images in the observation, in the order of their placeholders; the broker has kept them."""
 
 
 class AgentSession(msgspec.Struct, array_like=True, frozen=True):

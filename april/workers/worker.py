@@ -248,7 +248,7 @@ class Worker:
             if lease_id in self.active and not self.reports.is_closing(lease_id):
                 self._continue(self.active[lease_id])
         for lease_id in failed:
-            self._give_back(lease_id, "generation_failed", "the broker cannot read an image of the prompt")
+            self._give_back(lease_id, "generation_failed", "the broker cannot read an image of the sample")
 
     def _accept(self, lease: LeasedTask) -> None:
         grant, task, pieces = lease
@@ -280,11 +280,13 @@ class Worker:
             return self.environment_turns.submit(
                 grant.lease_id, turn, sample.answered_turns, sample.environment_state, sample.tokens[0], task.label
             )
-        if task.images and not ENGINES.find(self.config.worker.engine).takes_images:
-            error = f"key 'worker.engine' = {self.config.worker.engine!r} takes no images, and the prompt has some"
+        names = [*task.images, *(name for name, _ in grant.shown_images)]
+        if names and not ENGINES.find(self.config.worker.engine).takes_images:
+            error = f"key 'worker.engine' = {self.config.worker.engine!r} takes no images, and the sample has some"
             return self._give_back(grant.lease_id, "generation_failed", error)
-        if (images := self.images.of(grant.lease_id, task.images)) is None:
+        if (images := self.images.of(grant.lease_id, names)) is None:
             return
+        starts = [0] * len(task.images) + [len(sample.tokens[0]) + start for _, start in grant.shown_images]
         request = Request(
             id=grant.lease_id,
             tokens=np.concatenate(sample.tokens),
@@ -297,6 +299,7 @@ class Worker:
             with_support=task.is_cut and not task.evaluation,
             stop_token_ids=self.environment_turns.stop_token_ids | frozenset(grant.stop_token_ids),
             images=images,
+            image_starts=tuple(starts),
         )
         try:
             self.engine.submit(request)

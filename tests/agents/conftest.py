@@ -76,15 +76,16 @@ def loop():
 @pytest.fixture
 def meet(loop, policy_folder):
     """meet(*lines) -> (OpenAI client, policy, session, gateway) with the policy answering by those lines"""
-    tokenizer, runners, clients = Tokenizer(policy_folder), [], []
+    runners, clients = [], []
 
     def make(*lines, pieces=1, ignore_overrides=False, max_tokens=64, template=PLAIN, response_template=None,
-             attached=False, by_tokens=False, section=PLAIN_HTTP):  # fmt: skip
+             attached=False, by_tokens=False, section=PLAIN_HTTP, folder=policy_folder, images=None):  # fmt: skip
+        tokenizer = Tokenizer(folder)
         policy = Policy(tokenizer, *lines, pieces=pieces)
         lease = wire.AgentSession(SESSION, 3, 1, False, '"12*3="', "63", max_tokens, 1.0)
         renderer = Renderer(tokenizer, template, {}, response_template or {})
         session = policy.session = ConversationTree(lease, renderer, policy.send_observation, None, by_tokens)
-        gateway = Gateway([dialect(tokenizer, "run", ignore_overrides) for dialect in DIALECTS])
+        gateway = Gateway([dialect(tokenizer, "run", ignore_overrides) for dialect in DIALECTS], images=images)
 
         if attached:
             make.outcomes = []

@@ -178,6 +178,7 @@ class Agents(Remembered, FakeAgents):
         if chance.random() < 0.2:
             self.say(wire.HolderCapacity(chance.choice([2, 6, 40]), "http://127.0.0.1:1/v1"))
             self.say(wire.HolderRequest(chance.choice([0, 1, 2**50]), chance.choice([0, 1, 2**50]), 2**50))
+            self.say(wire.KeepImage("0" * 64, 0, 4), [np.zeros(chance.choice([2, 4]), np.uint8)])
         for told in chance.sample(list(self.sessions.values()), min(6, len(self.sessions))):
             sample = arena.ledger.leases[told.lease_id].sample
             if sample.state is SampleState.ACTING and sample.length + 8 < told.max_tokens and chance.random() < 0.7:

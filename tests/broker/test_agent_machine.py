@@ -7,9 +7,9 @@ from itertools import accumulate
 import pytest
 
 from april.broker.conformance.runs import NumberedPrompts, advance
-from april.broker.journal.snapshot import freeze, thaw
+from april.broker.journal.snapshot import freeze, live_images, thaw
 from april.broker.ledger.admission import Verdict
-from april.broker.ledger.events import SessionLost
+from april.broker.ledger.events import RowsAccepted, SessionLost
 from april.broker.ledger.ledger import Ledger, LedgerError
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import NOT_EVALUATED, SampleState, needs_agent
@@ -40,9 +40,14 @@ class World:
         self.steps = {"w0": 0, "w1": 0}
         self.acknowledged = Counter()
         """Number of sampled tokens that the ledger has accepted, by whether they are of evaluation."""
+        self.shown = {}
+        """Names of the images in each agent's request, by its journal record."""
 
     def journal(self, event, arrays):
         self.log.append(event)
+        if isinstance(event, RowsAccepted):
+            assert {lease_id for lease_id, _ in event.images} <= {row.lease_id for row in event.rows}
+            self.shown[len(self.log)] = [name for _, names in event.images for name in names]
         return len(self.log), 100
 
     def a_lease(self, fits):
@@ -61,8 +66,7 @@ class World:
             fork, count = self.chance.choice(lease.sample.with_forks), self.chance.randint(1, 3)
             row = observation_row(lease.id + fork.fork_number, fork.length, count, "", b"request")
             may = fork.state is SampleState.ACTING and fork.length + count < BUDGET
-            [verdict] = self.ledger.add_chunks(pack_rows([row]), b"request")
-            assert verdict is (Verdict.OK if may else Verdict.INVALID)
+            self.request(row, may)
 
     def branch_off(self):
         """Fork a session: accepted at its beginning and where a turn has ended, refused elsewhere."""
@@ -76,13 +80,19 @@ class World:
             }
             start, count = self.chance.choice([*ends, self.chance.randrange(BUDGET)]), self.chance.randint(1, 3)
             row = observation_row(lease.id + number, start, count, "", b"request", parent=parent.fork_number)
-            [verdict] = self.ledger.add_chunks(pack_rows([row]), b"request")
-            assert verdict is (Verdict.OK if start in ends and start + count < BUDGET else Verdict.INVALID)
-            if verdict is Verdict.OK:
+            if self.request(row, start in ends and start + count < BUDGET):
                 ends = accumulate(ref.tokens for ref in parent.chunk_refs)
                 shared = [ref.record for ref, end in zip(parent.chunk_refs, ends, strict=True) if end <= start]
                 found = [ref.record for ref in session.find_fork(number).chunk_refs]
                 assert found[: len(shared)] == shared, "what is shared is stored once"
+
+    def request(self, row, is_permitted):
+        """Send an agent's request, which may show images; returns whether it is accepted, as it should be."""
+        names = [f"image {len(self.log)}.{number}" for number in range(self.chance.choice([0, 0, 1, 2]))]
+        [verdict] = self.ledger.add_chunks(pack_rows([row]), b"request", images={0: names} if names else {})
+        assert verdict is (Verdict.OK if is_permitted else Verdict.INVALID)
+        assert not is_permitted or self.shown[len(self.log)] == names
+        return is_permitted
 
     def generate(self):
         worker = self.chance.choice(list(self.steps))
@@ -190,12 +200,19 @@ class World:
                 steps = [ref.step for ref in fork.chunk_refs if ref.step or not ref.observed]
                 assert steps == sorted(steps), "versions never decrease along a path"
                 assert fork.last_step == max(steps, default=0)
+                assert list(fork.images) == self.images_in(fork), "those of its requests, and of the tokens it shares"
                 assert fork.shared_tokens <= fork.length and all(
                     start >= fork.shared_tokens for start, *_ in fork.segments
                 )
         assert ledger.leases.generating == sum(
             lease.generating and not lease.sample.group.evaluation for lease in ledger.leases.values()
         )
+
+    def images_in(self, fork):
+        """(name, offset of the request) of the images in a fork, by the requests among its tokens."""
+        starts = accumulate((ref.tokens for ref in fork.chunk_refs), initial=0)
+        requests = [(start, self.shown[ref.record]) for start, ref in zip(starts, fork.chunk_refs, strict=False)]
+        return [(name, start) for start, names in requests for name in names]
 
     def rebuilt(self):
         """A new ledger, rebuilt from the journal alone."""
@@ -221,6 +238,7 @@ def test_the_ledger_closes_and_a_journal_or_a_snapshot_rebuilds_it(kind, seed):
     thawed = Ledger(world.rules)
     thaw(freeze(world.ledger), thawed)
     assert freeze(thawed) == freeze(world.ledger)
+    assert set(live_images(thawed)) == set(live_images(world.ledger)) != set()
     assert sorted(map(repr, taken(thawed))) == sorted(map(repr, taken(world.ledger))), "the same sessions lack an agent"
     assert world.ledger.steps.consumed > 1, "a world in which nothing is trained shows nothing"
     assert any(isinstance(event, SessionLost) for event in world.log)

@@ -190,7 +190,7 @@ def test_the_image_of_a_held_out_prompt_stays_for_the_next_evaluation(talk, conf
     payloads = talk.service.payloads
     payloads.images.reclaim_is_due = True
     for _ in range(2):
-        payloads.reclaim_images(lambda: ())  # as once the evaluation is recorded
+        payloads.reclaim_images(lambda: (), talk.now)  # as once the evaluation is recorded
         talk.journal.sync()
     assert files(config) == set(talk.service.prompts.upcoming_images()) >= {name}
 

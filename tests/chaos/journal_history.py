@@ -86,7 +86,7 @@ class History:
         self.expect(lease_id not in self.samples, f"lease {lease_id} is granted twice")
         self.samples[lease_id] = (group, index)
 
-    def on_RowsAccepted(self, table, payload_bytes, arrays):
+    def on_RowsAccepted(self, table, payload_bytes, images, arrays):
         [payloads], at = arrays, 0
         self.expect(len(payloads) == payload_bytes, "a table lacks payloads")
         for row in map(Row._make, ROW.iter_unpack(table)):

@@ -50,6 +50,14 @@ def test_settings_inside_those_of_a_processor_are_found(tmp_path):
 
 def test_sampled_placeholder_is_text():
     tokens = np.array([5, 9, 9, 7, 9, 3])
-    assert places_of_images(tokens, 9, 2).tolist() == [False, True, True, False, False, False]
+    assert places_of_images(tokens, 9, [2]).tolist() == [False, True, True, False, False, False]
     with pytest.raises(ValueError, match="take 4 tokens, and the text has 3"):
-        places_of_images(tokens, 9, 4)
+        places_of_images(tokens, 9, [2, 2])
+
+
+def test_an_image_that_was_shown_after_a_sampled_placeholder_has_its_own_ones():
+    tokens = np.array([9, 5, 9, 7, 9, 9, 3, 9])
+    assert np.flatnonzero(places_of_images(tokens, 9, [1, 2], [1, 3])).tolist() == [2, 4, 5]
+    assert np.flatnonzero(places_of_images(tokens, 9, [1, 2], [0, 1])).tolist() == [0, 2, 4]
+    with pytest.raises(ValueError, match="take 3 tokens"):
+        places_of_images(tokens, 9, [1, 2], [1, 6])

@@ -22,7 +22,7 @@ def assert_equal(ours: TrainingBatch, theirs: TrainingBatch):
         assert (one.prompt_tokens, one.reward, one.segments) == (other.prompt_tokens, other.reward, other.segments)
         told = "group", "index", "finish_reason", "details", "spans", "opened_at", "delivered_at"
         assert [getattr(one, name) for name in told] == [getattr(other, name) for name in told]
-        assert one.images == other.images
+        assert (one.images, one.image_starts) == (other.images, other.image_starts)
         assert {name: column.tolist() for name, column in one.token_scores.items()} == {
             name: column.tolist() for name, column in other.token_scores.items()
         }
@@ -75,7 +75,11 @@ def test_an_image_that_several_samples_have_crosses_once():
     rng = np.random.default_rng(0)
     picture, other = b"a picture" * 100, b"another"
     shown = [(picture,), (), (other, picture), (picture,)]
-    samples = [replace(make_sample(rng, 2, 3, 1.0), images=images) for images in shown]
+    starts = [(), (), (0, 3), (2,)]
+    samples = [
+        replace(make_sample(rng, 2, 3, 1.0), images=images, image_starts=of_images)
+        for images, of_images in zip(shown, starts, strict=True)
+    ]
     batch = TrainingBatch(7, [samples[:2], samples[2:]])
     assert_equal(decode(encode(batch)), batch)
     assert encode(batch).count(picture) == 1

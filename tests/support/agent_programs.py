@@ -2,7 +2,9 @@
 repeated executions can be compared."""
 
 import asyncio
+import base64
 import contextlib
+import io
 import os
 import random
 import subprocess
@@ -31,6 +33,36 @@ async def in_three_turns(session):
         await asyncio.sleep(0.1)
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "+1="}]
     return float(sum(map(len, read)) % 2)
+
+
+async def with_pictures(session):
+    """Agent that shows a picture of its sample's own colour in its second turn and another one in its third, and goes
+    back to its first turn to show only that other one."""
+    client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=HTTP, timeout=170)
+    execution, read = uuid.uuid4().hex, []
+    first, second = ({"type": "image_url", "image_url": {"url": own_picture(session.task, n)}} for n in (0, 1))
+
+    async def ask(messages):
+        reply = await client.chat.completions.create(model="any", messages=messages, max_tokens=6)
+        read.append(reply.choices[0].message.content)
+        write(session.task, {"execution": execution, "turn": len(read), "said": read[-1]})
+        await asyncio.sleep(0.1)
+        return [*messages, {"role": "assistant", "content": read[-1]}]
+
+    begun = await ask([user("R?")])
+    shown = await ask([*begun, user([first, {"type": "text", "text": "#"}])])
+    await ask([*shown, user([second])])
+    await ask([*begun, user([second])])
+    return float(sum(map(len, read)) % 2)
+
+
+def own_picture(task, number):
+    """The data: URL of a picture whose colour says which of a sample's pictures it is."""
+    from PIL import Image
+
+    content = io.BytesIO()
+    Image.new("RGB", (16, 16), (task["group"] % 256, task["index"], number)).save(content, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
 async def with_branches(session):

@@ -216,6 +216,7 @@ def test_the_link_of_agents_says_why_it_has_ended():
         link.connection = SimpleNamespace(hello=fail, close=fail)
         link.listener = SimpleNamespace(stop=lambda why: stopped.set())
         link.loop, link.leases, link.stopping, link.failure = asyncio.get_running_loop(), set(), "", None
+        link.images = {}
         with contextlib.suppress(ValueError):
             await asyncio.to_thread(link.run)
         await asyncio.wait_for(stopped.wait(), 30)

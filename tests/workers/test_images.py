@@ -115,6 +115,22 @@ def test_a_sample_with_images_is_submitted_with_them(work, monkeypatch):
     assert [message.names for message in sent if isinstance(message, wire.FetchImages)] == [[RED]]
 
 
+def test_images_of_the_response_follow_those_of_the_prompt_and_say_where_they_may_begin(work, monkeypatch):
+    answer = images(red=b"red", blue=b"blue")
+    receive = Connection.receive
+
+    def with_arrays(self, timeout_ms):
+        [received] = receive(self, timeout_ms)
+        return [received if not isinstance(received.message, wire.Images) else answer]
+
+    monkeypatch.setattr(Connection, "receive", with_arrays)
+    of_agent = granted(1)
+    of_agent.grants[0] = msgspec.structs.replace(of_agent.grants[0], shown_images=[(BLUE, 2), (RED, 7)])
+    [request], sent = work(True, of_agent, answer.message)
+    assert request.images == (b"red", b"blue", b"red") and request.image_starts == (0, 3 + 2, 3 + 7)
+    assert [message.names for message in sent if isinstance(message, wire.FetchImages)] == [[RED, BLUE]]
+
+
 def test_an_engine_without_eyes_gives_the_sample_back_with_a_sentence(work):
     requests, sent = work(False, granted(1))
     [closing] = [each for message in sent if isinstance(message, wire.Report) for each in message.closings]

@@ -7,7 +7,7 @@ import orjson
 
 from april.agents.conversation_tree import ConversationTree, PolicyCall, Turn
 from april.agents.dialects.base import Body, Dialect, StreamEvent, tool_calls_of, turn_name
-from april.data.messages import BadMessages, Message, normalized, text_of
+from april.data.messages import BadMessages, Message, content_of, normalized, text_of
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error"}
 
@@ -82,22 +82,22 @@ def plain_messages(message: Any) -> Iterator[Message]:
     if not isinstance(blocks, list):
         yield message
         return
-    texts, calls = [], []
+    parts, calls = [], []
     for block in blocks:
         match block:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
+            case {"type": "text", "text": str()} | {"type": "image"}:
+                parts.append(block)
             case {"type": "tool_use", "name": str(name), "input": arguments}:
                 calls.append({"function": {"name": name, "arguments": arguments}})
             case {"type": "tool_result"}:
-                content = text_of(block.get("content"))
+                content = content_of(block.get("content"))
                 yield {"role": "tool", "content": content, "tool_call_id": block.get("tool_use_id")}
             case {"type": "thinking" | "redacted_thinking"}:
                 pass
             case _:
-                raise BadMessages("a block is text, tool_use or tool_result; others are not supported")
-    if texts or calls:
-        yield {"role": message.get("role"), "content": "".join(texts)} | ({"tool_calls": calls} if calls else {})
+                raise BadMessages("a block is text, image, tool_use or tool_result; others are not supported")
+    if parts or calls:
+        yield {"role": message.get("role"), "content": content_of(parts)} | ({"tool_calls": calls} if calls else {})
 
 
 def tool(definition: Any) -> Body:

@@ -9,7 +9,7 @@ import orjson
 from april.agents.conversation_tree import ConversationTree, PolicyCall, Refusal, Turn
 from april.agents.dialects.base import Body, Dialect, StreamEvent, tool_calls_of, turn_name
 from april.agents.dialects.chat import Chat
-from april.data.messages import BadMessages, Message, normalized, text_of
+from april.data.messages import BadMessages, Message, content_of, normalized, text_of
 
 
 class Responses(Dialect):
@@ -136,7 +136,7 @@ def plain_messages(items: Any) -> Iterator[Message]:
             pending = None
         match item:
             case {"type": "function_call_output", "call_id": call_id}:
-                yield {"role": "tool", "content": text_of(item.get("output")), "tool_call_id": call_id}
+                yield {"role": "tool", "content": content_of(item.get("output")), "tool_call_id": call_id}
             case {"role": "assistant"}:
                 pending = {"role": "assistant", "content": text_of(item.get("content"))}
             case {"role": role}:

@@ -16,8 +16,9 @@ from zlib_ng.zlib_ng import crc32
 
 from april import wire
 from april.broker.context import BrokerContext
+from april.broker.handlers.images import take_image
 from april.broker.handlers.lease_holders import NOT_CURRENT, LeaseHolderHandler
-from april.broker.handlers.reports import RowValidator
+from april.broker.handlers.reports import RowValidator, turn_requests
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.samples import UNFINISHED, GroupState, Lease, Sample, SampleState
@@ -67,8 +68,15 @@ class AgentHandler(LeaseHolderHandler):
         table, payload = self.validator.read(packed, now)
         lease_ids = table["lease_id"].tolist()
         leases = [self.ledger.leases.find(lease_id) for lease_id in lease_ids]
-        faults = self.validator.faults(table, payload, leases, of_agents=True)
-        verdicts = self.ledger.add_chunks(table.view("u1").data, payload.data, peer.uid, faults, payload.checksum)
+        requests = turn_requests(table, payload)
+        faults = self.validator.faults(table, payload, leases, requests)
+        images = {index: request.images for index, request in enumerate(requests) if request and request.images}
+        for index, names in images.items():
+            if not all(name in self.context.payloads.images for name in names):
+                faults.setdefault(index, "it names an image that the broker does not have")
+        verdicts = self.ledger.add_chunks(
+            table.view("u1").data, payload.data, peer.uid, faults, payload.checksum, images
+        )
         tokens = 0
         for index, (lease, verdict) in enumerate(zip(leases, verdicts, strict=True)):
             lease_id = lease_ids[index]
@@ -217,6 +225,7 @@ class AgentHandler(LeaseHolderHandler):
     MESSAGES = LeaseHolderHandler.MESSAGES | {
         wire.HolderCapacity: on_holder_capacity,
         wire.HolderRequest: on_holder_request,
+        wire.KeepImage: take_image,
     }
 
 

@@ -1,4 +1,4 @@
-"""Answers requests for the images of prompts, of workers and of the learner."""
+"""Sends images to workers and the learner, and takes those that agents processes bring for their turns."""
 
 import re
 from typing import Any
@@ -8,6 +8,9 @@ from zlib_ng.zlib_ng import crc32
 from april import wire
 from april.broker.images import DamagedImage
 from april.broker.peers import Peer
+from april.config import ConfigError
+from april.data.images import PNG_BYTES, check_prepared, name_of
+from april.data.rows import BadRow
 
 IMAGE_NAME = re.compile("[0-9a-f]{64}")
 PART_BYTES = 4 << 20
@@ -37,3 +40,39 @@ def send_images(handler: Any, peer: Peer, received: wire.Received, now: float) -
     context.peers.send_now(peer, wire.Images(names), arrays, received.sequence)
     if damage:
         raise damage
+
+
+def take_image(handler: Any, peer: Peer, received: wire.Received, now: float) -> None:
+    """Take a part of an image (`KeepImage`); with the last one the image is put on disk, and the peer is told. Raises
+    OSError if it cannot be written."""
+    part, arrays = received.message, received.packed
+    name, begun = peer.image if part.start else (part.name, bytearray())
+    peer.image = "", bytearray()
+    if not IMAGE_NAME.fullmatch(part.name) or part.size > PNG_BYTES or [array.dtype for array in arrays] != ["u1"]:
+        raise wire.WireError(
+            f"an image has a sha256 as its name, at most {PNG_BYTES} bytes, and an array for each part"
+        )
+    length = len(begun) + len(arrays[0].data)
+    if (name, len(begun)) != (part.name, part.start) or not len(begun) < length <= part.size:
+        raise wire.WireError("a part of an image does not follow the one before it")
+    begun += arrays[0].data
+    if length < part.size:
+        peer.image = name, begun
+        return
+    images, png = handler.context.payloads.images, bytes(begun)
+    fault = "" if name in images else fault_of(name, png, handler.context.prompts.tokenizer)
+    if not fault:
+        images.keep(name, png)
+        images.pin(name)
+    handler.context.peers.send_now(peer, wire.ImageKept(name, fault), [], received.sequence)
+
+
+def fault_of(name: str, png: bytes, tokenizer: Any) -> str:
+    """Why a file is not the image that it is said to be, prepared for the policy; "" if it is."""
+    if name_of(png) != name:
+        return "its name is not the sha256 of the file"
+    try:
+        check_prepared(png, tokenizer.image_rule)
+    except (BadRow, ConfigError) as error:
+        return str(error)
+    return ""

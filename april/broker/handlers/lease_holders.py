@@ -72,6 +72,7 @@ def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
         turn_start=turn_start,
         state=state,
         stop_token_ids=stops,
+        shown_images=[] if lease.scoring else list(sample.images),
     )
     grants.add(grant, arrays)
 

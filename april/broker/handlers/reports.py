@@ -12,6 +12,7 @@ from zlib_ng.zlib_ng import crc32
 from april import wire
 from april.broker.ledger.samples import Lease
 from april.config import Config
+from april.data.images import PROMPT_IMAGES
 from april.data.support import Support
 from april.wire import limits
 from april.wire.rows import FINISH_REASONS, OBSERVATION, TABLE, padded_sizes
@@ -53,17 +54,29 @@ def read_report(packed: list[wire.PackedArray]) -> tuple[np.ndarray, wire.Packed
     return table, payload
 
 
-def is_turn_request(state: bytes) -> bool:
-    """Whether the state of an agent's observation is a valid `TurnRequest`."""
+def turn_requests(table: np.ndarray, payload: wire.PackedArray) -> list[wire.TurnRequest | None]:
+    """The request in the state of each row of an agents process; None for a state that is no valid one."""
+    view, ends = memoryview(payload.data), np.cumsum(padded_sizes(table))
+    begins = ends - padded_sizes(table) + 4 * table["tokens"].astype(np.int64)
+    lengths = table["size"] - 4 * table["tokens"].astype(np.int64)
+    return [
+        turn_request(view[begin : begin + length])
+        for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+def turn_request(state: bytes | memoryview) -> wire.TurnRequest | None:
     try:
         request = msgspec.msgpack.decode(state, type=wire.TurnRequest)
     except msgspec.DecodeError:
-        return False
-    return (
+        return None
+    is_valid = (
         len(request.stop_token_ids) <= wire.MAX_STOP_TOKENS
         and len(request.key) <= wire.MAX_KEY_BYTES
         and request.max_tokens > 0
+        and len(request.images) <= PROMPT_IMAGES
     )
+    return request if is_valid else None
 
 
 class RowValidator:
@@ -93,10 +106,10 @@ class RowValidator:
         table: np.ndarray,
         payload: wire.PackedArray,
         leases: Sequence[Lease | None],
-        of_agents: bool = False,
+        requests: Sequence[wire.TurnRequest | None] | None = None,
     ) -> dict[int, str]:
         """Find faults in the rows of a report; returns them by row index. `leases`: the lease of each row, None if it
-        is not current."""
+        is not current; `requests`: those of `turn_requests`, in a report of agents."""
         found: dict[int, str] = {}
         ends = np.cumsum(padded_sizes(table))
         offsets, sizes, tokens = ends - padded_sizes(table), table["size"], table["tokens"].astype(np.int64)
@@ -120,15 +133,9 @@ class RowValidator:
         largest_logprob = np.maximum.reduceat(words.view("<i4"), bounds)[1::2]  # as int32, negative floats are negative
         self._note(found, plain & (largest_logprob > LARGEST_LOGPROB_BITS), ABOVE_ZERO)
         state_bytes = sizes - 4 * tokens
-        if of_agents:
+        if requests is not None:
             self._note(found, ~observed, "an agent says observations, and samples nothing")
-            requests = (
-                bytes(view[end - rest : end])
-                for end, rest in zip((offsets + sizes).tolist(), state_bytes.tolist(), strict=True)
-            )
-            self._note(
-                found, np.array([not is_turn_request(request) for request in requests]), "its state is no turn request"
-            )
+            self._note(found, np.array([request is None for request in requests]), "its state is no turn request")
         elif self.has_environment:
             wrong = f"the state of an environment has at most {limits.MAX_STATE_BYTES} bytes"
             self._note(found, observed & (state_bytes > limits.MAX_STATE_BYTES), wrong)

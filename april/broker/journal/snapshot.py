@@ -225,6 +225,7 @@ def _session(group: Group, index: int, *values: Any) -> AgentSample:
     )
     for sample in (main, *forks):
         sample.state = SampleState(sample.state)
+        sample.images = tuple((name, start) for name, start in sample.images)
     for fork in forks:
         fork.main_sample = main
     main.forks = tuple(forks)
@@ -245,9 +246,11 @@ def live_positions(ledger: LedgerState) -> Iterator[int]:
 
 
 def live_images(ledger: LedgerState) -> Iterator[str]:
-    """Names of the images that the groups of the ledger have."""
+    """Names of the images that the groups of the ledger and their sessions have."""
     for group in (*ledger.groups.values(), *chain.from_iterable(ledger.evaluations.values())):
         yield from group.images
+        for sample in group.samples_with_forks if ledger.rules.agents else ():
+            yield from (name for name, _ in sample.images)
 
 
 class SnapshotStore:

@@ -1,11 +1,12 @@
 """Admission of report rows: whether a lease, its sample and the earlier rows of the report allow a row."""
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from april.broker.ledger.samples import Lease, fork_position
 from april.broker.ledger.state import LedgerState
 from april.wire.message import Version
-from april.wire.rows import CHUNK, ReportRow
+from april.wire.rows import CHUNK, ROW, Buffer, ReportRow
 
 
 class Verdict(StrEnum):
@@ -72,6 +73,14 @@ def check_row(
     elif verdict is not Verdict.DUPLICATE:
         pending[row.lease_id] = AFTER_REJECTED_ROW
     return verdict
+
+
+def accepted_images(
+    table: Buffer, images: Mapping[int, list[str]], verdicts: Sequence[Verdict]
+) -> list[tuple[int, list[str]]]:
+    """(lease id, names of the images) of each accepted row that has images; `images`: names by the row's index."""
+    taken = [(index, names) for index, names in images.items() if verdicts[index] is Verdict.OK]
+    return [(ROW.unpack_from(table, index * ROW.size)[0], names) for index, names in taken]
 
 
 def is_of_another_evaluation(ledger: LedgerState, lease: Lease, row: ReportRow) -> bool:

@@ -139,6 +139,9 @@ class RowsAccepted(Event):
     table: bytes
     """Rows of 48 bytes each, as in a worker's report."""
     payload_bytes: int
+    images: list[tuple[int, list[str]]] = []
+    """(lease id, names of the images in order) of each agent's observation that has some; their files are on disk. A
+    record has at most one observation of a fork."""
 
     @property
     def rows(self) -> Iterator[ReportRow]:

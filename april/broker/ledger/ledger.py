@@ -17,13 +17,13 @@ generated = trained + delivered + ready + open + sum(discarded), in acknowledged
 """
 
 from array import array
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.ledger import events
-from april.broker.ledger.admission import PendingTail, Verdict, check_row
+from april.broker.ledger.admission import PendingTail, Verdict, accepted_images, check_row
 from april.broker.ledger.events import EventArray
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import (
@@ -180,6 +180,7 @@ class Ledger(LedgerState):
         holder: str | None = None,
         malformed: Container[int] = (),
         checksum: int | None = None,
+        images: Mapping[int, list[str]] | None = None,
     ) -> list[Verdict]:
         """Accept the valid rows of a table as one event; returns a verdict for each row.
 
@@ -191,7 +192,7 @@ class Ledger(LedgerState):
         After a row that is not accepted, further rows of its lease are dropped; other leases are not affected.
 
         `holder`: required holder of every lease, None for any; `malformed`: indices of rows to reject whatever the
-        ledger says; `checksum`: crc32 of the payload if known.
+        ledger says; `checksum`: crc32 of the payload if known; `images`: names of kept images by index of their row.
         """
         verdicts, ending, pending = [], [], dict[int, PendingTail]()
         leases, max_tokens, evaluating = self.leases, self.rules.max_response_tokens, bool(self.evaluations)
@@ -226,7 +227,7 @@ class Ledger(LedgerState):
             accepted, payload = select_rows(accepted, payload, [verdict is Verdict.OK for verdict in verdicts])
             checksum = None
         if accepted:
-            event = events.RowsAccepted(bytes(accepted), len(payload))
+            event = events.RowsAccepted(bytes(accepted), len(payload), accepted_images(table, images or {}, verdicts))
             self.commit(event, [(crc32(payload) if checksum is None else checksum, payload)])
         return verdicts
 
@@ -234,9 +235,8 @@ class Ledger(LedgerState):
         self, lease_id: int, start: int, count: int, version: Version, finish_reason: str = "", payload: bytes = b""
     ) -> Verdict:
         """Accept one chunk of sampled tokens."""
-        return self.add_chunks(
-            pack_rows([chunk_row(lease_id, start, count, version, finish_reason, payload)]), payload
-        )[0]
+        row = chunk_row(lease_id, start, count, version, finish_reason, payload)
+        return self.add_chunks(pack_rows([row]), payload)[0]
 
     def score(
         self,

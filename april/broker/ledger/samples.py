@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from april.broker.ledger.chunk_refs import ChunkRef, Segment, add_chunk_ref, chunk_refs_in, segments_in
+from april.broker.ledger.placed_images import PlacedImage, images_before
 
 
 class SampleState(StrEnum):
@@ -47,6 +48,7 @@ class NoAgentDefaults:
     fork_number: int = 0
     parent_fork: int = 0
     shared_tokens: int = 0
+    images: "tuple[PlacedImage, ...]" = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +168,8 @@ class Sample(NoAgentDefaults):
     def cut(self, length: int) -> int:
         """Drop all tokens after offset `length`, the end of a turn; returns the number of sampled tokens dropped."""
         before, refs = self.own_sampled_tokens, self.chunk_refs
+        if self.images:
+            as_agent_sample(self).images = images_before(self.images, length)
         self.chunks, self.length, self.unsampled, self.last_step = b"", 0, 0, 0
         for ref in refs:
             if self.length < length:
@@ -232,6 +236,8 @@ class AgentSample(Sample):
     """Number of the fork that this fork starts from."""
     shared_tokens: int = 0
     """Number of leading tokens shared with the parent fork: context in this fork, trained in the parent."""
+    images: "tuple[PlacedImage, ...]" = ()
+    """Images that the agent has sent, in order, those in the shared tokens included."""
 
 
 def as_agent_sample(sample: Sample) -> AgentSample:
@@ -363,6 +369,7 @@ def add_fork(parent: Sample, number: int, shared_tokens: int) -> Sample:
             new.extend(ref._replace(observed=True))
     new.main_sample, new.fork_number = parent.session_sample, number
     new.parent_fork, new.shared_tokens = parent.fork_number, shared_tokens
+    new.images = images_before(parent.images, shared_tokens)
     as_agent_sample(parent.session_sample).forks += (new,)
     return new
 

@@ -123,6 +123,7 @@ def start_group(ledger: LedgerState, group: Group, step: int) -> None:
 def on_rows_accepted(ledger: LedgerState, event: events.RowsAccepted, reference: Any) -> None:
     record, length = reference or (0, event.payload_bytes)
     offset, trained, evaluated, leases = length - event.payload_bytes, 0, 0, ledger.leases
+    images = dict(event.images)
     for row in ROW.iter_unpack(event.table):
         lease_id, _, start, tokens, incarnation, step, size, checksum, kind, finish, _, _, _ = row
         lease = leases.get(lease_id) or leases[session_lease_id(lease_id)]
@@ -140,6 +141,8 @@ def on_rows_accepted(ledger: LedgerState, event: events.RowsAccepted, reference:
         else:
             sample.unsampled += tokens
             incarnation = step = 0
+            if shown := images.get(lease_id):
+                as_agent_sample(sample).images += tuple((name, start) for name in shown)
         sample.chunks = add_chunk_ref(sample.chunks, record, offset, size, checksum, tokens, kind, incarnation, step)
         offset += padded(size)
         if lease.agent:

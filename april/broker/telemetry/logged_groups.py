@@ -97,7 +97,9 @@ class LoggedGroups:
     def images(self) -> Iterator[str]:
         """Names of the images that the kept groups have."""
         for packed in (*self._waiting, *chain.from_iterable(self._by_step.values())):
-            yield from _decoder.decode(packed).head.images
+            head = _decoder.decode(packed).head
+            yield from head.images
+            yield from (name for sample in head.samples for name, _ in sample.shown_images)
 
     def freeze(self) -> tuple[dict[int, list[bytes]], list[bytes]]:
         """The kept groups, by step and waiting, for a snapshot of the ledger."""

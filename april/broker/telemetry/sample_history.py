@@ -155,6 +155,7 @@ class SampleHistory:
             sample.fork_number,
             parent=sample.parent_fork,
             shared_tokens=sample.shared_tokens,
+            shown_images=list(sample.images),
         )
 
     def _holder_index(self, holder: str) -> int:

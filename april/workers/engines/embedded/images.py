@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +12,13 @@ from transformers import PreTrainedConfig
 from april.data.pixels import PLACES, PixelReader, places_of_images, take_image_places
 from april.workers.engines.base import EngineError, Request
 
-Context = tuple[tuple[int, ...], tuple[bytes, ...]]
-"""Token ids, and the images among them as PNG files."""
+
+class Context(NamedTuple):
+    """What is prefilled of one request: token ids, and the images among them as in `Request`."""
+
+    tokens: tuple[int, ...]
+    images: tuple[bytes, ...] = ()
+    image_starts: tuple[int, ...] = ()
 
 
 class ImageInputs:
@@ -32,23 +37,24 @@ class ImageInputs:
     def check(self, request: Request) -> None:
         """Raises EngineError for a request that lacks placeholders of its images."""
         try:
-            self.places(request.tokens, self.read(request.images))
+            self.places(request.tokens, self.read(request.images), request.image_starts)
         except (ValueError, OSError) as error:
             raise EngineError(f"request {request.id} cannot be shown its images: {error}") from error
 
     def read(self, images: Sequence[bytes]) -> list[tuple[np.ndarray, tuple[int, int, int]]]:
         return [self.reader.read(png) for png in images]
 
-    def places(self, tokens: Sequence[int] | np.ndarray, read: list) -> np.ndarray:
-        return places_of_images(np.asarray(tokens), self.token_id, sum(self.reader.tokens(grid) for _, grid in read))
+    def places(self, tokens: Sequence[int] | np.ndarray, read: list, starts: Sequence[int]) -> np.ndarray:
+        counts = [self.reader.tokens(grid) for _, grid in read]
+        return places_of_images(np.asarray(tokens), self.token_id, counts, starts)
 
     def inputs(self, lm: Any, contexts: Sequence[Context], mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Positions of padded contexts in three axes by the model's own rule, int64 [3, n, L], and what a prefill is
         passed beside them. `mask`: int64 [n, L], 0 for padding. Some context has an image."""
-        read = [self.read(images) for _, images in contexts]
+        read = [self.read(context.images) for context in contexts]
         places = torch.zeros(mask.shape, dtype=torch.bool)
-        for row, ((tokens, _), images) in enumerate(zip(contexts, read, strict=True)):
-            places[row, -len(tokens) :] = torch.from_numpy(self.places(tokens, images))
+        for row, ((tokens, _, starts), images) in enumerate(zip(contexts, read, strict=True)):
+            places[row, -len(tokens) :] = torch.from_numpy(self.places(tokens, images, starts))
         grids = torch.tensor([grid for images in read for _, grid in images])
         kinds, host = places.long(), mask.cpu()
         positions, _ = lm.base_model.get_rope_index(

@@ -325,16 +325,18 @@ class CachedBatch:
         if self.ids is not None:
             return self._forward(lm, self.ids, 1, {})
         row_of: dict[Context, int] = {}
-        contexts: list[Context] = [(tuple(each.context), each.request.images) for each in self.running]
+        requests = [(each.context, each.request) for each in self.running]
+        contexts = [Context(tuple(tokens), shown.images, shown.image_starts) for tokens, shown in requests]
         rows, shown = [row_of.setdefault(each, len(row_of)) for each in contexts], dict[str, Tensor]()
-        longest = max(len(tokens) for tokens, _ in row_of)
-        self.ids = torch.tensor([[0] * (longest - len(c)) + list(c) for c, _ in row_of], device=lm.device)
-        mask = torch.tensor([[0] * (longest - len(c)) + [1] * len(c) for c, _ in row_of], device=lm.device)
+        distinct = [context.tokens for context in row_of]
+        longest = max(map(len, distinct))
+        self.ids = torch.tensor([[0] * (longest - len(c)) + list(c) for c in distinct], device=lm.device)
+        mask = torch.tensor([[0] * (longest - len(c)) + [1] * len(c) for c in distinct], device=lm.device)
         if not mask.all():
             self.inputs["attention_mask"] = mask
         if "position_ids" in self.inputs:
             self.inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-        if self.images and any(images for _, images in row_of):
+        if self.images and any(context.images for context in row_of):
             self.inputs["position_ids"], shown = self.images.inputs(lm, list(row_of), mask)
         logits = self._forward(lm, self.ids, None, shown)[rows]
         self._select(rows)
