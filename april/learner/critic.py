@@ -28,6 +28,7 @@ from april.learner.losses.ranks import Ranks
 from april.learner.model import hidden_states, load_sharded
 from april.learner.objective import ResponseTokens
 from april.learner.packing import MicroBatch
+from april.learner.turns import turns_in_range
 from april.learner.vision import freeze_tower
 from april.util.pulse import MAIN
 
@@ -70,6 +71,7 @@ class Critic:
             freeze_tower(model.lm)
         if config.learner.master_weights == "bf16":
             in_bf16(model.parameters())
+        self.turn_discount = config.algorithm.turn_discount
         self.model = backend.divide(load_sharded(model, config.model.path, device, bf16))
         self.part = CheckpointPart.of("critic.", self.model, config.critic.lr, config.learner)
         self._totals = self._blank()
@@ -107,7 +109,9 @@ class Critic:
         turn's last token; with `critic.kl_coef` each token's KL to the reference model is subtracted from it.
 
         Rewards and values times the turn's scale, and advantages over it, are those of a discount that is
-        `algorithm.turn_discount` times `critic.gamma` after the last token of a turn, for any estimator that is linear.
+        `algorithm.turn_discount` times `critic.gamma` after the last token of a turn, for any estimator that is linear
+        and looks at later tokens alone. A scale is relative to the first of at most `turns_in_range` turns, whose
+        advantages are taken from one call of the estimator, so that no scale is too small to divide by.
         """
         scores, last = tokens.scores, tokens.spans.lengths.long().cumsum(0) - 1
         rewards = torch.zeros_like(scores["values"]).index_put_((last,), tokens.rewards)
@@ -115,9 +119,14 @@ class Critic:
             rewards = rewards - self.section.kl_coef * k1(scores["initial_logprobs"], scores["reference_logprobs"])
         if "turn_rewards" not in scores:
             return self.estimator(rewards, scores["values"], tokens.spans, self.section)
-        scale = scores["turn_scale"]
-        rewards, values = (rewards + scores["turn_rewards"]) * scale, scores["values"] * scale
-        return (self.estimator(rewards, values, tokens.spans, self.section) / scale).to(scores["values"].dtype)
+        turns, count = scores["turns"], turns_in_range(self.turn_discount)
+        rewards, values = rewards + scores["turn_rewards"], scores["values"]
+        found = torch.zeros_like(turns)
+        for first in range(0, int(turns.max()) + 1, count):
+            scale = (self.turn_discount ** (turns - first)).where(turns >= first, 0.0)
+            scaled = self.estimator(rewards * scale, values * scale, tokens.spans, self.section) / scale
+            found = scaled.where((turns >= first) & (turns < first + count), found)
+        return found.to(values.dtype)
 
     def backward(self, packed: MicroBatch, tokens: ResponseTokens | None) -> None:
         """Accumulate the gradients of the value loss of a micro-batch; a dummy micro-batch contributes 0 and only joins

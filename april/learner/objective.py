@@ -320,7 +320,7 @@ class Objective:
         )
         of_turns = {}
         if self.section.turn_reward and self.needs_values:
-            of_turns = turn_columns(samples, self.section.turn_reward, self.section.turn_discount)
+            of_turns = turn_columns(samples, self.section.turn_reward)
 
         def column(values: np.ndarray, dtype: type) -> Tensor:
             return torch.from_numpy(np.asarray(values, dtype)).to(device)

@@ -5,6 +5,8 @@ A turn is what the policy sampled between two observations. Its return is its ow
 `algorithm.turn_discount` for each turn between; the reward of the response comes with the last turn.
 """
 
+import math
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +15,9 @@ from torch import Tensor
 
 from april.learner.batch import TrainSample
 from april.learner.losses.advantages import advantages
+
+SMALLEST_SCALE = 1e-150
+"""Smallest scale that an advantage is divided by. It is far from underflow in float64, also times a small reward."""
 
 Turn = tuple[int, int]
 
@@ -71,18 +76,23 @@ def turn_advantages(
     return found
 
 
-def turn_columns(samples: Sequence[TrainSample], name: str, discount: float) -> dict[str, np.ndarray]:
+def turn_columns(samples: Sequence[TrainSample], name: str) -> dict[str, np.ndarray]:
     """Columns float64 [K] for a critic: `turn_rewards`, the reward of a turn at its last token and 0 elsewhere, and
-    `turn_scale`, the discount to the power of the number of a token's turn, from 0."""
-    rewards, scales = [], []
+    `turns`, the number of a token's turn in its response, from 0."""
+    rewards, numbers = [], []
     for sample in samples:
         turns = turns_of(sample)
         column = np.zeros(sample.sampled_tokens)
         if sample.sampled_tokens:
             column[[end - 1 for _, end in turns]] = turn_rewards(sample, name)
         rewards.append(column)
-        scales.append(np.repeat(discount ** np.arange(len(turns)), [end - start for start, end in turns]))
-    return {"turn_rewards": np.concatenate(rewards), "turn_scale": np.concatenate(scales)}
+        numbers.append(np.repeat(np.arange(len(turns)), [end - start for start, end in turns]))
+    return {"turn_rewards": np.concatenate(rewards), "turns": np.concatenate(numbers)}
+
+
+def turns_in_range(discount: float) -> int:
+    """Number of turns, at least one, over which powers of the discount stay above `SMALLEST_SCALE`."""
+    return max(1, int(math.log(SMALLEST_SCALE) / math.log(discount))) if discount < 1 else sys.maxsize
 
 
 def mean_advantages(by_token: Sequence[np.ndarray]) -> np.ndarray:

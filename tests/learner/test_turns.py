@@ -114,7 +114,7 @@ def test_a_critic_sees_a_turn_s_reward_at_its_last_token_and_discounts_at_the_en
     scores = {**tokens.scores, "values": torch.from_numpy(values)}
     tokens = replace(tokens, rewards=tokens.rewards.double(), scores=scores)
     critic = Critic.__new__(Critic)
-    critic.section, critic.estimator = section, gae
+    critic.section, critic.estimator, critic.turn_discount = section, gae, discount
     gained, discounts = np.zeros(6), np.full(6, 0.9)
     for (_, end), reward in zip(turns_of(received.groups[0][1]), rewards[1], strict=True):
         gained[end - 1] += reward
@@ -125,6 +125,21 @@ def test_a_critic_sees_a_turn_s_reward_at_its_last_token_and_discounts_at_the_en
         error = gained[t] + discounts[t] * value_after - values[t]
         expected[t] = after = error + discounts[t] * 0.8 * after
         value_after = values[t]
+    np.testing.assert_allclose(critic.advantages(tokens), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("discount", [1e-12, 0.01, 0.9])
+def test_a_critic_s_advantages_are_finite_and_exact_where_the_discount_of_all_turns_underflows(discount):
+    turns, rewards = 200, np.random.default_rng(4).normal(size=200)
+    sample = sample_of(np.random.default_rng(3), [(4 * turn, 3) for turn in range(turns)], rewards, 1.0)
+    objective = Objective(made(advantage="gae", turn_discount=discount), SingleRank())
+    tokens = objective.tokens(objective.prepare(TrainingBatch(1, [[sample]])), [0], torch.device("cpu"))
+    critic = Critic.__new__(Critic)
+    critic.section = made().critic.model_copy(update={"gamma": 1.0, "lam": 1.0})
+    critic.estimator, critic.turn_discount = gae, discount
+    scores = {**tokens.scores, "values": torch.zeros(3 * turns, dtype=torch.float64)}
+    tokens = replace(tokens, rewards=tokens.rewards.double(), scores=scores)
+    expected = np.repeat(returns(np.float32(rewards).astype(float).tolist(), 1.0, discount), 3)
     np.testing.assert_allclose(critic.advantages(tokens), expected, rtol=1e-9, atol=1e-9)
 
 
