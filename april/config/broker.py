@@ -148,7 +148,8 @@ class WeightsSection(Section):
         1,
         ge=1,
         description="Interval at which transport = 'pull' writes a snapshot (policy steps). A high value saves writing "
-        "and makes tokens older; above 1 only for a schedule without rounds, and at most schedule.max_staleness.",
+        "and makes tokens older; above 1 only for a schedule without rounds and without held-out prompts, "
+        "and at most schedule.max_staleness.",
     )
     senders: Literal["rank_0", "all"] = Field(
         "rank_0",

@@ -3,18 +3,28 @@
 from typing import Any
 
 from april.config.addresses import check_store_url
+from april.config.section import AUTO
 from april.config.sections import Config
 from april.util.errors import refuse
 from april.util.registry import registry_of
 
 
 def check_snapshots(config: Config) -> None:
-    """Refuse snapshots of weights that come too rarely, and a place for them that is no store."""
+    """Refuse keys of snapshots of weights where nobody reads any, snapshots that come too rarely, and a place for them
+    that is no store."""
     weights, schedule = config.weights, config.schedule
+    check_snapshots_are_read(config)
     if "://" in weights.folder:
         check_store_url("weights.folder", weights.folder)
     if weights.every == 1:
         return
+    if config.evaluation_sets:
+        refuse(
+            "weights.every",
+            weights.every,
+            "leaves out versions, and held-out prompts may be due on each, in any case on the last",
+            "set it to 1, or leave out data.eval_path and evaluation.sets",
+        )
     schedules = registry_of("schedule.kind")
     if config.is_shipped("schedule.kind") and schedules.find(schedule.kind).by_rounds:
         without_rounds = schedules.names_where(lambda kind: not kind.by_rounds)
@@ -31,6 +41,22 @@ def check_snapshots(config: Config) -> None:
             f"would leave workers with weights older than schedule.max_staleness = {schedule.max_staleness} permits",
             "lower it, or raise schedule.max_staleness",
         )
+
+
+def check_snapshots_are_read(config: Config) -> None:
+    """Refuse `weights.folder` and `weights.every` with a shipped transport that writes no snapshots."""
+    if not config.is_shipped("weights.transport"):
+        return
+    transports, name = registry_of("weights.transport"), config.weights.transport
+    for key, default in {"folder": AUTO, "every": 1}.items():
+        value = getattr(config.weights, key)
+        if value != default and not transports.find(name).pulls:
+            refuse(
+                f"weights.{key}",
+                value,
+                f"is about snapshots of weights, which weights.transport = {name!r} does not write",
+                f"leave it out, or use weights.transport = {transports.names_where(lambda one: one.pulls)}",
+            )
 
 
 def check_external_weights(config: Config) -> None:

@@ -17,6 +17,7 @@ path = "{folder}/train.jsonl"
 """
 
 AUTO = ["--over-sampling-batch-size", "auto"]
+PULL = ["--weights.transport", "pull"]
 CONTINUOUS = ["--schedule.kind", "continuous"]
 
 
@@ -42,9 +43,15 @@ def file(tmp_path):
         (["--operations.http", "[::]:0"], ["operations.http", "IPv6"]),
         (["--agent.listen", "::1:8000", "--agent.command", '["true"]'], ["agent.listen", "IPv6"]),
         (["--weights.host", "fe80::1"], ["weights.host", "fe80::1", "IPv6"]),
-        (["--weights.every", "2"], ["weights.every", "2", "'april'", "schedule.kind = 'continuous'"]),
-        ([*CONTINUOUS, "--weights.every", "6"], ["weights.every", "6", "schedule.max_staleness = 5", "lower it"]),
-        (["--weights.folder", "s3://user:secret@host/x"], ["weights.folder", "credentials", "environment"]),
+        ([*PULL, "--weights.every", "2"], ["weights.every", "2", "'april'", "schedule.kind = 'continuous'"]),
+        ([*PULL, *CONTINUOUS, "--weights.every", "6"], ["weights.every", "6", "schedule.max_staleness = 5", "lower"]),
+        (
+            [*PULL, *CONTINUOUS, "--weights.every", "2", "--data.eval_path", "held_out.jsonl"],
+            ["weights.every", "2", "held-out prompts", "set it to 1"],
+        ),
+        (["--weights.every", "2"], ["weights.every", "2", "'collective' does not write", "transport = 'pull'"]),
+        (["--weights.folder", "/tmp"], ["weights.folder", "/tmp", "'collective' does not write", "'pull'"]),
+        ([*PULL, "--weights.folder", "s3://user:secret@host/x"], ["weights.folder", "credentials", "environment"]),
         (["--algorithm.corrections", "none"], ["algorithm.corrections", "--algorithm.corrections '[VALUE, VALUE]'"]),
         (["--seed", str(2**64)], ["seed", str(2**64), "less than"]),
         (["--data.sources", "a.jsonl"], ["data.sources", "a.jsonl", "--data.sources '[VALUE, VALUE]'"]),
