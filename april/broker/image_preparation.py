@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from april.broker.images import ImageStore
 from april.data.dataset import Dataset
 from april.data.images import ImageRule, prepare
-from april.data.rows import RowImage
+from april.data.rows import BadRow, RowImage
 
 THREADS = min(4, os.cpu_count() or 1)
 PROMPTS_AHEAD = 64
@@ -65,17 +65,14 @@ class ImagePreparation:
 
     def wait_for(self, rows: Dataset, image: RowImage) -> KnownImage:
         """The image, once it is prepared and its file is on disk; later calls prepare it again if the file has gone.
-        Raises BadRow for what cannot be shown to the model, and OSError if the file cannot be written."""
-        try:
-            return self._begin(rows, image).result()
-        except OSError:
-            self._prepared.pop(image.source, None)  # a disk that was full may have room again
-            raise
+        Raises BadRow for what cannot be shown to the model, and OSError if the file cannot be written; the next call
+        tries again, as the source may be mended, and a full disk have room."""
+        return self._result(image, self._begin(rows, image))
 
     def tokens_of(self, rows: Dataset, image: RowImage) -> int:
         """Number of tokens of an image, also if its file is no longer there. Raises as `wait_for`."""
         known = self._prepared.get(image.source)
-        return (known.result() if known and is_sound(known) else self.wait_for(rows, image)).tokens
+        return (self._result(image, known) if known else self.wait_for(rows, image)).tokens
 
     def names(self) -> Iterator[str]:
         """Names of the images that are shown again and again, and of those of prompts that may be drawn soon."""
@@ -84,27 +81,36 @@ class ImagePreparation:
                 yield self._names[source]
 
     def close(self) -> None:
-        """End the threads; what they have not begun is left undone."""
-        self._threads.shutdown(cancel_futures=True)
+        """Begin nothing more; images that are being prepared are not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, rows: Dataset, image: RowImage) -> "Future[KnownImage]":
         known = self._prepared.get(image.source)
-        if known is None or (known.done() and self._must_be_repeated(known)):
+        if known is None or (known.done() and self._has_lost_its_file(known)):
             known = self._prepared[image.source] = self._threads.submit(self._prepare, rows, image)
         return known
 
-    def _must_be_repeated(self, known: "Future[KnownImage]") -> bool:
-        """Whether an image that was prepared has no file any more, or could not be prepared: its source may have been
-        mended."""
-        return not is_sound(known) or bool(self._store and known.result().name not in self._store)
+    def _result(self, image: RowImage, known: "Future[KnownImage]") -> KnownImage:
+        """The result of a preparation; a failure is told once, and then forgotten."""
+        try:
+            return known.result()
+        except (BadRow, OSError):
+            self._prepared.pop(image.source, None)
+            raise
+
+    def _has_lost_its_file(self, known: "Future[KnownImage]") -> bool:
+        return known.exception() is None and bool(self._store and known.result().name not in self._store)
 
     def _prepare(self, rows: Dataset, image: RowImage) -> KnownImage:
-        prepared = prepare(rows.image_source(image), self._rule)
+        try:
+            prepared = prepare(rows.image_source(image), self._rule)
+        except BadRow as error:
+            reason = str(error)
+        else:
+            reason = ""
+        if reason:
+            raise BadRow(reason)  # without the frames of the first one, which hold the source
         self._names[image.source] = prepared.name
         if self._store:
             self._store.keep(prepared.name, prepared.png)
         return KnownImage(prepared.name, prepared.tokens)
-
-
-def is_sound(known: "Future[KnownImage]") -> bool:
-    return known.exception() is None

@@ -69,8 +69,19 @@ class PromptBook:
         """Cached form of `_draw`, as a schedule may look at a prompt several times before it opens the group."""
         self._draws = draws_of(config.schedule, self)
         """Chooses the next prompt; None where they are drawn in order."""
-        self.held_out = {settings.number: self._held_out(settings, allowed) for settings in config.evaluation_sets}
+        self.held_out: dict[int, HeldOut] = {}
         """Evaluation sets by number, in order."""
+        try:
+            self._look_at_prompts(allowed)
+        except BaseException:
+            self.close()  # what was begun is no longer of use
+            raise
+
+    def _look_at_prompts(self, allowed: Collection[str]) -> None:
+        """Tokenise the held-out prompts and the first one to train on. Raises ConfigError."""
+        config = self._config
+        for settings in config.evaluation_sets:
+            self.held_out[settings.number] = self._held_out(settings, allowed)
         if config.agent.is_set and self.with_images:
             raise ConfigError(
                 "rows have images, and an agent's program writes the prompts of its session, without them; leave them "
@@ -114,10 +125,13 @@ class PromptBook:
         )
 
     def _prepare_ahead(self, epoch: int, position: int) -> None:
-        """Begin to prepare the images of the prompts from (epoch, position) on that are drawn soon."""
+        """Begin to prepare the images of the prompt at (epoch, position), and in order those of the prompts behind it
+        that are drawn soon."""
         if not self.rows.with_images:
             return
         order, (begun_epoch, begun) = self._order(epoch), self._prepared_until
+        if self._draws or epoch < begun_epoch:  # a sampler's choice, or a prompt that was queued again
+            return self.preparation.begin(self.rows, self.rows[int(order[position])].images)
         begin = max(position, begun) if epoch == begun_epoch else position
         end = min(position + PROMPTS_AHEAD, len(order))
         for number in order[begin:end]:
@@ -256,9 +270,9 @@ class PromptBook:
         return self.preparation.names() if self.with_images else iter(())
 
     def close(self) -> None:
-        """End the threads that prepare images."""
-        if self.with_images:
-            self.preparation.close()
+        """End the threads that prepare images, if there are any."""
+        if preparation := self.__dict__.get("preparation"):
+            preparation.close()
 
 
 # --- submitted prompts ------------------------------------------------------------------------------------------------

@@ -408,12 +408,12 @@ class Server:
 
     def _release(self) -> None:
         """Close the sockets, threads and journal."""
-        self.service.prompts.close()
         if self.access_control:
             self.access_control.close()
         self.socket.close()
         self.context.term()
         self.journal.close()
+        self.service.prompts.close()
         os.close(self._synced)
 
 

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -16,6 +17,7 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened
 from april.config import ConfigError
 from april.data.images import name_of
+from april.data.rows import BadRow, RowImage
 from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker, joined
 from tests.support.picture_rows import picture, write_picture_tokenizer
 
@@ -193,6 +195,23 @@ def test_the_image_of_a_held_out_prompt_stays_for_the_next_evaluation(talk, conf
         payloads.reclaim_images(lambda: (), talk.now)  # as once the evaluation is recorded
         talk.journal.sync()
     assert files(config) == set(talk.service.prompts.upcoming_images()) >= {name}
+
+
+def test_a_picture_that_cannot_be_prepared_is_told_once_by_the_thread_that_found_it_and_tried_again(talk, monkeypatch):
+    calls, preparation = [], talk.service.prompts.preparation
+    bad = RowImage("bad", "nowhere.png")
+
+    def no_picture(source, rule):
+        calls.append(source)
+        raise BadRow("no picture")
+
+    monkeypatch.setattr(image_preparation, "prepare", no_picture)
+    rows = SimpleNamespace(image_source=lambda image: bytes(1 << 10))
+    preparation.begin(rows, [bad])
+    for tries in (1, 2):
+        with pytest.raises(BadRow, match="no picture") as told:
+            preparation.wait_for(rows, bad)
+        assert len(calls) == tries and told.value.__context__ is None, "an error holds no picture"
 
 
 def test_a_disk_that_was_full_is_tried_again(talk, config, monkeypatch):

@@ -17,7 +17,8 @@ class Connection:
         self.sent = []
 
     def hello(self, lease_ids, acknowledged_tokens=0):
-        return SimpleNamespace(renew_s=1.0, watermark=0, lost_lease_ids=[], weights_address="", weights_key="")
+        kept = {"lost_lease_ids": [], "weights_address": "", "weights_key": "", "weight_folders": []}
+        return SimpleNamespace(renew_s=1.0, watermark=0, **kept)
 
     def receive(self, timeout_ms):
         message = self.script.pop(0)

@@ -52,7 +52,7 @@ def worker(join, learner):
     worker = join(Worker)
     session, run, broker_start, round, watermark, lost, renew_s, *weights = worker.hello()
     assert (run, broker_start, watermark, lost, renew_s) == ("small", 1, 0, [], 15.0) and session and round in (-1, 0)
-    assert weights == ["tcp://127.0.0.1:9", ""]
+    assert weights == ["tcp://127.0.0.1:9", "", []]
     worker.send("WorkerCapacity", [0, 0], 10, 0.0)
     return worker
 
@@ -270,8 +270,10 @@ def name_of(kind):
     """A field's type in the notation of the page."""
     from april.wire import Name
     from april.wire.message import Address, Number, Seconds
+    from april.wire.training import Sha256
 
-    for annotated, name in ((Number, "count"), (Name, "name"), (Address, "address"), (Seconds, "seconds")):
+    named = {"count": Number, "name": Name, "address": Address, "seconds": Seconds, "sha256": Sha256}
+    for name, annotated in named.items():
         if kind == annotated:
             return name
     if typing.get_origin(kind) is typing.Literal:
@@ -308,6 +310,7 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
         wire.GroupHead,
         wire.SampleHead,
         wire.SampleSpan,
+        wire.WeightFolder,
         WeightPart,
         TensorHead,
         Canary,
