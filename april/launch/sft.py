@@ -226,13 +226,18 @@ def describe_line(record: dict[str, Any]) -> str:
     """A line of metrics.jsonl of a supervised run, for people."""
     if is_step(record):
         speed = f", {record['tokens_per_s']:,.0f} tokens/s" if record.get("tokens_per_s") else ""
-        return (
-            f"step {record['step']}: loss {record['learner']['loss']:.4f}, {count_of(record['tokens'])} tokens{speed}"
-        )
+        loss = f"loss {loss_of(record['learner'])}" if record["samples"] else "no row to train"
+        return f"step {record['step']}: {loss}, {count_of(record['tokens'])} tokens{speed}"
     found = record["evaluation"]
     sets = found.get("sets") or {found.get("set", "held out"): found}
-    scores = ", ".join(f"{name} {scored['loss']:.4f} on {scored['prompts']} rows" for name, scored in sets.items())
+    scores = ", ".join(f"{name} {loss_of(scored)} on {scored['prompts']} rows" for name, scored in sets.items())
     return f"held-out loss at step {record['step']}: {scores}"
+
+
+def loss_of(figures: dict[str, Any]) -> str:
+    """The loss in a line of metrics.jsonl, which has null for one that is not finite."""
+    loss = figures["loss"]
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def policy_folders(config: Config) -> list[Path]:

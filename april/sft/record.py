@@ -1,6 +1,7 @@
 """Records a supervised run: a line in metrics.jsonl for each step and evaluation, and summary.json, rewritten after
 each, in the form of other runs."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from april.config import Config
 from april.config.stored import is_step
 from april.util import clock
 from april.util.files import replace_file
+from april.wire.training import Discard
 
 LEARNER_METRICS = {
     "loss", "trained_tokens", "entropy", "grad_norm", "lr", "micro_batches", "optimizer_steps", "update_skipped",
@@ -20,7 +22,7 @@ LEARNER_METRICS = {
 }  # fmt: skip
 """Metrics of the learner that mean something without a policy that has sampled the tokens; seconds are kept too."""
 LAST_STEPS = 3
-"""Number of newest steps whose mean loss summary.json shows."""
+"""Number of newest steps with a finite loss whose mean summary.json shows."""
 
 
 class SftRecord:
@@ -33,8 +35,8 @@ class SftRecord:
         path = self.run_dir / "metrics.jsonl"
         self._file = MetricsFile(path, checkpoint_step, -1)
         records = [record for record, _ in read_lines(path, checkpoint_step)]
-        self.losses: list[float] = [record["learner"]["loss"] for record in records if is_step(record)]
-        """Loss of each step."""
+        self.losses: list[float | None] = [finite(record["learner"]["loss"]) for record in records if is_step(record)]
+        """Loss of each step; None if it was not finite, or the batch had no rows."""
         self.tokens = sum(record["tokens"] for record in records if is_step(record))
         """Trained tokens so far."""
         self.evaluations: dict[int, dict[str, Any]] = {
@@ -49,10 +51,15 @@ class SftRecord:
         )
         self._write_summary("running")
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the batch that has led to weights `step`."""
-        learner = {name: value for name, value in metrics.items() if name in LEARNER_METRICS or name.endswith("_s")}
-        tokens, took_s = int(metrics["tokens"]), metrics["train_s"] + metrics["wait_s"]
+    def step(self, step: int, metrics: dict[str, float], discarded: Discard = "") -> None:
+        """Record the batch that has led to weights `step`. The tokens of a batch that was `discarded` do not count as
+        trained, and a batch whose rows were all left out has no loss."""
+        learner: dict[str, float | None] = {
+            name: value for name, value in metrics.items() if name in LEARNER_METRICS or name.endswith("_s")
+        }
+        if not metrics["tokens"]:
+            learner["loss"] = None
+        tokens, took_s = 0 if discarded else int(metrics["tokens"]), metrics["train_s"] + metrics["wait_s"]
         line: dict[str, Any] = {
             "step": step,
             "time": round(clock.now(), 3),
@@ -67,7 +74,7 @@ class SftRecord:
             "alarms": [],
         }
         self._append(line)
-        self.losses.append(metrics["loss"])
+        self.losses.append(finite(learner["loss"]))
         self.tokens += tokens
         self._sinks.step(line)
         self._write_summary("running")
@@ -86,10 +93,11 @@ class SftRecord:
         self._write_summary("running")
 
     def best(self, name: str) -> int:
-        """Step with the lowest loss of the held-out set `name`; -1 before the first evaluation."""
+        """Step with the lowest loss of the held-out set `name`; -1 before the first evaluation with a finite one."""
         losses = {
-            step: (found["sets"][name] if "sets" in found else found)["loss"]
+            step: loss
             for step, found in self.evaluations.items()
+            if (loss := finite((found["sets"][name] if "sets" in found else found)["loss"])) is not None
         }
         return min(losses, key=lambda step: losses[step], default=-1)
 
@@ -103,7 +111,8 @@ class SftRecord:
         self._file.release(self._file.waiting)
 
     def _write_summary(self, state: str) -> None:
-        last = self.losses[-LAST_STEPS:]
+        known = [loss for loss in self.losses if loss is not None]
+        last = known[-LAST_STEPS:]
         summary = {
             "run": self.run,
             "kind": "sft",
@@ -111,9 +120,14 @@ class SftRecord:
             "steps": len(self.losses),
             "max_steps": self.steps,
             "wall_s": round(self._wall_before_s + clock.now() - self._started, 1),
-            "loss": {"first": self.losses[0], "last3": sum(last) / len(last)} if last else {},
+            "loss": {"first": known[0], "last3": sum(last) / len(last)} if last else {},
             "trained_tokens": self.tokens,
             "data": self.counts(),
             "evaluation": list(self.evaluations.values()),
         }
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+
+
+def finite(loss: float | None) -> float | None:
+    """A loss, or None for one that is not finite, which metrics.jsonl has as null."""
+    return loss if loss is not None and math.isfinite(loss) else None

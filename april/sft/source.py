@@ -154,7 +154,7 @@ class ConversationSource:
         pass
 
     def consumed(self, step: int, metrics: dict[str, float], discarded: Discard = "") -> None:
-        self.record.step(step + 1, metrics)
+        self.record.step(step + 1, metrics, discarded)
 
     def evaluated(self, step: int, sets: dict[str, dict[str, float]]) -> None:
         """Record the figures of held-out rows, by the name of their set, under weights `step`."""

@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from april import config as configuration
 from april.config import ConfigError
+from april.launch.sft import describe_line
 from april.learner import loop
 from april.learner.policy.warm_start import build_model
 from april.learner.trainer import Trainer
 from april.sft.held_out import HeldOutLoss
+from april.sft.record import SftRecord
 from april.sft.source import STOP_FILE, ConversationBook, ConversationSource
 from tests.support.chat_tokenizer import VOCABULARY, save_chat_tokenizer
 
@@ -177,3 +179,50 @@ def test_a_run_does_not_go_on_with_other_rows_or_in_another_order(one_rank, conf
     for key in ("seed", "sft.batch_size"):
         with pytest.raises(ConfigError, match=f"key '{key}' = 3 is not what the run began with"):
             train(configured(f"--{key}", "3"))
+
+
+def begun_record(config, checkpoint_step):
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    return SftRecord(config, checkpoint_step, 7, dict)
+
+
+def recorded(config):
+    """The lines of metrics.jsonl as people see them, and summary.json."""
+    found = [orjson.loads(line) for line in (config.run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    return list(map(describe_line, found)), orjson.loads((config.run_dir / "summary.json").read_bytes())
+
+
+def test_a_loss_that_is_not_finite_is_shown_and_resumed_and_counts_nowhere(configured):
+    config = configured("--evaluation.best", "heldout")
+    record, metrics = begun_record(config, 0), {"samples": 6, "tokens": 10, "train_s": 0.0, "wait_s": 0.0}
+    record.evaluated(0, {"heldout": {"loss": float("nan"), "prompts": 6}})
+    record.step(1, metrics | {"loss": 3.0})
+    record.step(2, metrics | {"loss": float("nan")}, "nonfinite")
+    record.step(3, metrics | {"loss": 1.0})
+    assert record.best("heldout") == -1
+    record.evaluated(3, {"heldout": {"loss": 2.0, "prompts": 6}})
+    resumed = begun_record(config, 3)
+    for each in (record, resumed):
+        assert each.best("heldout") == 3 and each.tokens == 20
+    shown, summary = recorded(config)
+    assert shown == [
+        "held-out loss at step 0: heldout not finite on 6 rows",
+        "step 1: loss 3.0000, 10 tokens",
+        "step 2: loss not finite, 0 tokens",
+        "step 3: loss 1.0000, 10 tokens",
+        "held-out loss at step 3: heldout 2.0000 on 6 rows",
+    ]
+    assert summary["loss"] == {"first": 3.0, "last3": 2.0} and summary["steps"] == 3
+
+
+def test_a_batch_whose_rows_are_all_left_out_has_no_loss(one_rank, configured):
+    config = configured("--sft.max_tokens", "90", "--sft.batch_size", "1")
+    lengths = [len(ConversationBook(config).batch(step).samples) for step in range(20)]
+    assert 0 < sum(lengths) < 20
+    train(config)
+    shown, summary = recorded(config)
+    steps = [line for line in lines(config) if line["learner"]]
+    assert [line["learner"]["loss"] is not None for line in steps[:20]] == list(map(bool, lengths))
+    without_rows = [line for line in shown if "no row to train, 0 tokens" in line]
+    assert len(without_rows) == sum(not line["samples"] for line in steps) >= lengths.count(0)
+    assert summary["loss"]["first"] == next(line["learner"]["loss"] for line in steps if line["samples"]) > 0
