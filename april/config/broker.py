@@ -141,8 +141,8 @@ class WeightsSection(Section):
     folder: str = Field(
         AUTO,
         description="Folder, or fsspec URL of an object store such as s3://bucket/folder, for the snapshots of weights "
-        "that transport = 'pull' writes and workers read; in a store each run's are below its name. auto: weights/ in "
-        "the run's folder, which workers on other machines have to see.",
+        "that transport = 'pull' writes and workers read; each run's are below its name. auto: weights/ in the "
+        "run's folder, which workers on other machines have to see.",
     )
     every: int = Field(
         1,

@@ -22,7 +22,7 @@ from april.util.objects import StoreError
 from april.weights import TRANSPORTS
 from april.weights.base import AdapterWeights
 from april.weights.canary import Canary
-from april.weights.folders import WeightFolders, WrittenFile
+from april.weights.folders import KEPT, WeightFolders, WrittenFile
 from april.weights.snapshot import Snapshot, pack
 from april.wire.message import Version
 from april.wire.training import WeightFolder
@@ -42,6 +42,8 @@ class SnapshotWriting:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._last_step: int | None = None
         """Policy step of the snapshot written last; None before the first."""
+        self._told: list[Version] = []
+        """Versions of the last snapshots that the broker has been told of, at most `KEPT`."""
         self._writing: Future[dict[str, float]] | None = None
         problem = self._problem() if dist.get_rank() == 0 else ""
         if reason := all_gather_values(problem, str, self.group)[0]:
@@ -108,13 +110,14 @@ class SnapshotWriting:
             files += its
         if self.tell:
             self.tell(self.folders.complete(part.version, files, part.canary, model_files(self.config.model.path)))
+            self._told = [*self._told, part.version][-KEPT:]
             self._prune()
         size = sum(file.size for file in files)
         return {"publish_bytes": size, "publish_s": time.perf_counter() - began}
 
     def _prune(self) -> None:
         try:
-            self.folders.prune(self.config.weights.transfer_deadline_s)
+            self.folders.prune(self._told, self.config.weights.transfer_deadline_s)
         except StoreError as error:
             log.warning("not all old snapshots could be removed, which the next one tries again: %s", error)
 

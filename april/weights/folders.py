@@ -52,7 +52,7 @@ HEADER_ALIGNMENT_BYTES = 16
 LENGTH = struct.Struct("<Q")
 """Layout of the header's length, with which a safetensors file begins."""
 KEPT = 2
-"""Number of the newest snapshots that are never removed."""
+"""Number of the newest snapshots that the broker has been told of which are never removed."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class WeightFolders:
         folder = config.weights.folder
         if folder == AUTO:
             return cls(ObjectStore(str((config.run_dir / "weights").absolute())))
-        name = f"/{quote(config.run.name, safe='')}" if "://" in folder else ""
-        return cls(ObjectStore(f"{folder.rstrip('/')}{name}" if name else str(Path(folder).absolute())))
+        place = folder.rstrip("/") if "://" in folder else Path(folder).absolute()
+        return cls(ObjectStore(f"{place}/{quote(config.run.name, safe='')}"))
 
     # --- writing --------------------------------------------------------------------------------------------
 
@@ -124,17 +124,15 @@ class WeightFolders:
         self.objects.write(f"{name_of(version)}/{CHECKSUMS_FILE}", checksums)
         return WeightFolder(version, hashlib.sha256(checksums).hexdigest())
 
-    def prune(self, reading_s: float) -> None:
-        """Remove snapshots that no worker needs any more: all but the newest `KEPT` complete ones, and those that were
-        superseded less than `reading_s` seconds ago, which a worker may still be reading. Must not run while a snapshot
-        is being written."""
+    def prune(self, kept: Collection[Version], reading_s: float) -> None:
+        """Remove snapshots that no worker needs any more: all but those of the versions `kept`, which the broker tells
+        workers of, and those that were superseded less than `reading_s` seconds ago, which a worker may still be
+        reading. Must not run while a snapshot is being written."""
         found: dict[Version, set[str]] = {}
         for path in self.objects.names():
             folder, _, name = path.partition("/")
             if match := NAME.fullmatch(folder):
                 found.setdefault(Version(int(match[2]), int(match[1])), set()).add(name)
-        whole = [version for version, names in found.items() if CHECKSUMS_FILE in names]
-        kept = sorted(whole, key=lambda version: (version.step, version.incarnation))[-KEPT:]
         now = clock.now()
         self._superseded = {version: self._superseded.get(version, now) for version in found.keys() - set(kept)}
         for version, since in self._superseded.items():

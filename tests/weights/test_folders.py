@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from april.broker.ledger.transitions import OFFERED_FOLDERS
+from april.config import Config
 from april.config.stored import CHECKSUMS_FILE
 from april.learner.snapshot_writing import model_files
 from april.util import clock
@@ -173,13 +175,34 @@ def test_old_snapshots_are_removed_once_nobody_can_be_reading_them(folders, monk
     versions = [Version(0, 1), Version(0, 2), Version(1, 2), Version(1, 3)]
     for version in versions:
         write(folders, version)
-    folders.prune(reading_s=30.0)
+    folders.prune(versions[-2:], reading_s=30.0)
     assert {name.partition("/")[0] for name in folders.objects.names()} == {
         name_of(version) for version in [Version(0, 0), *versions]
     }
     now += 31.0
     write(folders, Version(1, 4))
-    folders.prune(reading_s=30.0)
+    folders.prune([versions[-1], Version(1, 4)], reading_s=30.0)
     kept = [Version(1, 2), *versions[-1:], Version(1, 4)]  # the first of them has just been superseded
     assert {name.partition("/")[0] for name in folders.objects.names()} == set(map(name_of, kept))
-    assert INDEX_FILE in {name.rpartition("/")[2] for name in folders.objects.names()} and KEPT == 2
+    assert INDEX_FILE in {name.rpartition("/")[2] for name in folders.objects.names()} and KEPT == OFFERED_FOLDERS
+
+
+def test_a_run_keeps_the_snapshots_that_it_has_told_of_beside_those_of_an_earlier_run(folders):
+    for earlier_or_untold in (Version(5, 90), Version(5, 91), Version(0, 3)):
+        write(folders, earlier_or_untold)
+    told = [Version(0, 1), Version(0, 2)]
+    for version in told:
+        write(folders, version)
+    folders.prune(told, reading_s=0.0)
+    assert {name.partition("/")[0] for name in folders.objects.names()} == set(map(name_of, told))
+
+
+@pytest.mark.parametrize("folder", ["auto", "weights", "memory://bucket/weights"])
+def test_each_run_has_a_place_of_its_own(folder, policy_folder):
+    urls = {WeightFolders.of(config_of(policy_folder, folder, name)).objects.url for name in ("one", "two")}
+    assert len(urls) == 2
+
+
+def config_of(policy_folder, folder, name, **keys):
+    sections = {"model": {"path": policy_folder}, "data": {"path": policy_folder}, "run": {"name": name}}
+    return Config.model_validate(sections | {"weights": {"transport": "pull", "folder": folder} | keys})
