@@ -15,6 +15,7 @@ import logging
 import re
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -156,6 +157,7 @@ class WeightFolders:
         for first in range(0, len(names), READERS):
             group = names[first : first + READERS]
             reading = [in_background(self._read_file, folder, name, sums[name], buffers, deadline) for name in group]
+            wait(reading)  # before an error: whoever tries again has no readers and no buffers beside these
             for file in reading:
                 tensors |= file.result()
         if CANARY_FILE not in sums:

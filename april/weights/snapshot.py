@@ -4,6 +4,7 @@ form in which an SGLang server gets and holds the same weights."""
 import hashlib
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -90,10 +91,12 @@ class ReusedBuffers:
     """Buffers for received snapshots, of which each is used again once no tensor lies in it any more.
 
     They are page-locked, from where an accelerator's copies take a fraction of the time. That is done once for each,
-    and only in a process that uses an accelerator; elsewhere every buffer is a new one.
+    and only in a process that uses an accelerator; elsewhere every buffer is a new one. Several threads may take
+    buffers.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._buffers: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
         """Page-locked memory, and the view of it that its tensors keep alive."""
 
@@ -101,12 +104,19 @@ class ReusedBuffers:
         """A buffer of any content, uint8 [size]."""
         if not (size and torch.cuda.is_initialized()):
             return empty_buffer(size)
-        free = (memory for memory, view in self._buffers if memory.size == size and view() is None)
-        memory = next(free, None)
-        if memory is None:
-            memory = np.empty(size, np.uint8)
-            if not page_lock(memory):
-                return torch.from_numpy(memory)
+        with self._lock:
+            free = (memory for memory, view in self._buffers if memory.size == size and view() is None)
+            memory = next(free, None)
+            if memory is not None:
+                return self._used(memory)
+        memory = np.empty(size, np.uint8)
+        if not page_lock(memory):
+            return torch.from_numpy(memory)
+        with self._lock:
+            return self._used(memory)
+
+    def _used(self, memory: np.ndarray) -> Tensor:
+        """Note that tensors lie in this memory from now on, as long as the returned one or a view of it lives."""
         view = memory[:]
         self._buffers = [held for held in self._buffers if held[0] is not memory] + [(memory, weakref.ref(view))]
         return torch.from_numpy(view)

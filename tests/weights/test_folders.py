@@ -2,6 +2,8 @@
 store and memory."""
 
 import shutil
+import threading
+import time
 
 import pytest
 import torch
@@ -100,6 +102,27 @@ def test_a_damaged_file_is_refused(folders, tmp_path, name, harm):
     HARMS[harm](tmp_path / "weights" / name_of(written.version) / name)
     with pytest.raises((SnapshotError, StoreError), match=name):
         folders.read(written, ReusedBuffers(), PATIENCE_S)
+
+
+def test_no_file_is_being_read_any_more_once_a_snapshot_has_been_given_up(folders, tmp_path, monkeypatch):
+    written = write(folders, Version(0, 1))
+    (tmp_path / "weights" / name_of(written.version) / "model-0000-0000.safetensors").unlink()
+    failed, ended, read_file = threading.Event(), [], WeightFolders._read_file
+
+    def read(self, folder, name, *others):
+        if "model-0001" in name:
+            failed.wait(PATIENCE_S)
+            time.sleep(0.2)  # the other file is still being read when the first has failed
+        try:
+            return read_file(self, folder, name, *others)
+        finally:
+            failed.set()
+            ended.append(name)
+
+    monkeypatch.setattr(WeightFolders, "_read_file", read)
+    with pytest.raises(StoreError, match="model-0000"):
+        folders.read(written, ReusedBuffers(), PATIENCE_S)
+    assert len(ended) == 2
 
 
 def test_a_consistent_forgery_is_refused(folders, tmp_path):

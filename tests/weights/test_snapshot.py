@@ -1,5 +1,10 @@
 """A snapshot unpacks to the tensors that were packed, or is refused."""
 
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 import torch
 
@@ -117,6 +122,21 @@ def test_page_locked_memory_is_used_again_only_once_no_tensor_lies_in_it(runtime
     del held
     addresses = {taken.take(size).data_ptr() for _ in range(3)}
     assert addresses == runtime.locked.keys() and list(runtime.locked.values()) == [size, size]
+
+
+def test_threads_never_get_the_same_memory(runtime):
+    taken, both = ReusedBuffers(), threading.Barrier(2)
+    memory = np.empty(5, np.uint8)
+
+    def is_free():
+        """Without a tensor in it, as two threads would see before either takes it."""
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+
+    taken._buffers = [(memory, is_free)]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(taken.take, [5, 5])
+    assert first.data_ptr() != second.data_ptr()
 
 
 def test_memory_is_no_longer_page_locked_when_it_is_freed(runtime):
