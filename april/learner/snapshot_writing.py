@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from april.config import Config, ConfigError
 from april.learner.checkpoint import WEIGHT_FILES
-from april.learner.process_group import all_gather_values
+from april.learner.process_group import all_gather_values, long_wait_group
 from april.learner.trainer import Trainer
 from april.learner.weight_parts import gather_part
 from april.util.files import read_whole
@@ -38,8 +37,7 @@ class SnapshotWriting:
         be used. Collective."""
         self.config, self.tell = config, tell
         self.folders = WeightFolders.of(config)
-        timeout_s = config.learner.collective_timeout_s + self.folders.objects.patience_s
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.group = long_wait_group()  # a rank may write for as long as its store lets bytes through
         self._last_step: int | None = None
         """Policy step of the snapshot written last; None before the first."""
         self._told: list[Version] = []
