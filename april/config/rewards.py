@@ -10,7 +10,7 @@ from april.config.section import Section
 from april.util.errors import refuse
 from april.util.registry import registry_of
 from april.util.text import GROUP_REWARD, is_secret
-from april.wire.limits import MAX_REWARD_DETAILS, OWN_REWARD, PENALTIES
+from april.wire.limits import MAX_REWARD, MAX_REWARD_DETAILS, OWN_REWARD, PENALTIES, is_reward
 
 PENALTY_KEYS = dict(zip(PENALTIES, ("overlong_buffer_tokens", "format_pattern"), strict=True))
 """The key that turns a penalty on, by the name under which it is a detail of a reward, and may be a part of it."""
@@ -195,6 +195,8 @@ def check_parts(reward: RewardSection) -> None:
             refuse(f"{key}.verifier", part.verifier, "sees a whole group, and parts see a response", fix)
         if name in PENALTY_KEYS and not getattr(reward, PENALTY_KEYS[name]):
             refuse("reward.part", name, "is a penalty that is off", f"set reward.{PENALTY_KEYS[name]}")
+        if not is_reward(part.weight):
+            refuse(f"{key}.weight", part.weight, f"is not within {MAX_REWARD:g}, as a reward is", "scale the parts")
         if part.gate and (part.gate == name or part.gate not in reward.part):
             others = ", ".join(sorted(reward.part.keys() - {name})) or "none is"
             refuse(f"{key}.gate", part.gate, "is no other part", f"configured: {others}")

@@ -25,6 +25,7 @@ REFUSED = {
     },
     "'reward.part.reward.verifier' = 'exact' is given to 'reward'": {"reward": parts(reward={"verifier": "exact"})},
     "'reward.part' = 'overlong' is a penalty that is off": {"reward": parts(overlong={})},
+    r"'reward.part.brief.weight' = 1e\+300 is not within 1e\+09": {"reward": parts(brief={"weight": 1e300})},
     "'reward.part.brief.gate' = 'right' is no other part": {"reward": parts(brief={"gate": "right"})},
     "'reward.part.brief.gate' = 'brief' is no other part": {"reward": parts(brief={"gate": "brief"})},
     "'algorithm.advantage' = 'gdpo' is made of the parts": GDPO,

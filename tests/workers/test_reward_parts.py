@@ -12,6 +12,7 @@ from tests.support.reward_scores import collect
 def user_module(tmp_path, monkeypatch):
     (tmp_path / "parts_of_mine.py").write_text(
         "def graded(response, label): return float(label in response), {'words': len(response.split())}\n"
+        "def sixteen(response): return 1.0, {f'd{i}': 1.0 for i in range(16)}\n"
         "def brief(tokens): return -float(tokens)\n"
         "def fail(response): raise RuntimeError('no such unit')\n"
         "def nan(response): return float('nan')\n"
@@ -77,6 +78,14 @@ def test_a_part_without_a_number_is_an_error_and_never_a_zero(part, why):
     rules = rules_of(reward={}, part={"verifier": f"parts_of_mine:{part}" if part else ""})
     [score] = verify([item_of("7")], rules)
     assert score.reward is None and why in score.error
+
+
+def test_a_score_that_its_parts_make_unacceptable_to_the_broker_is_an_error():
+    many = rules_of("parts_of_mine:sixteen", reward={})
+    [score] = verify([item_of("7", many.name)], many)
+    assert score.reward is None and "with its parts and penalties returned 18 details, more than 16" in score.error
+    [score] = verify([item_of("7")], rules_of(reward={"weight": 1e300}))
+    assert score.reward is None and "returned 1e+300, which is larger than 1e+09" in score.error
 
 
 def test_a_response_that_a_part_cannot_decide_is_wrong_in_all_parts(make_pool):

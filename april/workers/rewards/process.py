@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -231,17 +231,25 @@ def group_answer(group: GroupItem, scores: list[Score]) -> Score | GroupScore:
 
 
 def validated(score: Score, item: Item, rules: RewardRules) -> Score:
-    """The shaped score; an error if the reward or a detail is not a finite number within bounds."""
-    error = score.error or next(filter(None, map(objection, (score.reward, *score.details.values()))), "")
-    if not error and too_many_details(map(str, score.details)):
-        error = f"returned {len(score.details)} details, more than {MAX_REWARD_DETAILS}; return the important ones"
-    error = error or token_score_objection(score, item, rules)
-    if error or score.reward is None:
-        return Score(item.key, None, f"verifier {item.verifier!r}: {error}"[:ERROR_CHARACTERS])
-    counted = {OVER_LIMIT: 0.0} if rules.over_limit == "wrong" else {}
-    reward, details = shape(float(score.reward), {**counted, **score.details}, item, rules)
-    shown = {str(key)[:40]: float(value) for key, value in details.items()}
-    return Score(item.key, reward, None, shown, score.token_scores)
+    """The shaped score; an error if the reward or a detail is not a finite number within bounds, before or after
+    shaping."""
+    error = score.error or score_objection(score.reward, score.details) or token_score_objection(score, item, rules)
+    if not error and score.reward is not None:
+        counted = {OVER_LIMIT: 0.0} if rules.over_limit == "wrong" else {}
+        reward, details = shape(float(score.reward), {**counted, **score.details}, item, rules)
+        shown = {str(key)[:40]: float(value) for key, value in details.items()}
+        if not (error := score_objection(reward, shown)):
+            return Score(item.key, reward, None, shown, score.token_scores)
+        error = f"with its parts and penalties {error}"
+    return Score(item.key, None, f"verifier {item.verifier!r}: {error}"[:ERROR_CHARACTERS])
+
+
+def score_objection(reward: object, details: Mapping[str, object]) -> str:
+    """Reason why a reward with these details is none that the broker accepts; empty if it is."""
+    error = next(filter(None, map(objection, (reward, *details.values()))), "")
+    if not error and too_many_details(map(str, details)):
+        return f"returned {len(details)} details, more than {MAX_REWARD_DETAILS}; return the important ones"
+    return error
 
 
 def token_score_objection(score: Score, item: Item, rules: RewardRules) -> str:
