@@ -1,5 +1,6 @@
 """Samplers of prompts: a draw is a function of the seed and of the journal, and no prompt is forgotten."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +35,18 @@ class SmallPrompts:
     def bind(self, ledger):
         ledger.prompt_order = self.draws
         return ledger
+
+
+def urgent_position(rows, order, floor):
+    """By definition: among the rows of an epoch, one that was never drawn, or else the largest weight times age; of
+    several, the first in the epoch's order."""
+
+    def urgency(row):
+        weight = max(4 * rows.accuracy[row] * (1 - rows.accuracy[row]), floor) if rows.known[row] else 1.0
+        return float("inf") if rows.last[row] < 0 else weight * (rows.draws - rows.last[row])
+
+    usable = [position for position, row in enumerate(order) if row != UNUSABLE]
+    return max(usable, key=lambda position: (urgency(order[position]), -position))
 
 
 class Run:
@@ -129,6 +142,28 @@ def test_hopeless_prompts_are_drawn_seldom_and_none_is_forgotten(sampler):
     assert FLOOR / 2 < hopeless < 2 * FLOOR
 
 
+@given(data=st.data())
+def test_the_prompt_of_the_largest_weight_times_age_is_drawn_also_where_an_epoch_has_rows_twice_or_not_at_all(data):
+    order = data.draw(st.lists(st.integers(0, ROWS - 1), min_size=4).filter(lambda rows: {*rows} != {UNUSABLE}))
+    rows, section = RowTallies(), ScheduleSection(sampler="difficulty", sampler_floor=FLOOR)
+    draws = Draws(section, ROWS, lambda epoch: np.array(order), lambda row: row != UNUSABLE)
+    for _ in range(2 * ROWS):
+        _, position = draws.choose(rows, (0, 0))
+        assert position == urgent_position(rows.first(ROWS), order, FLOOR)
+        rows.draw(order[position])
+        if accuracies := data.draw(st.lists(st.sampled_from((0.0, 1.0)), max_size=2)):
+            rows.complete(order[position], accuracies, accuracies)
+
+
+def test_a_prompt_that_cannot_be_used_any_more_is_left_for_another_of_the_same_epoch():
+    usable = {0, 1, 2}
+    section = ScheduleSection(sampler="difficulty", sampler_floor=FLOOR)
+    draws, rows = Draws(section, 3, lambda epoch: np.array([2, 0, 1]), usable.__contains__), RowTallies()
+    assert draws.choose(rows, (0, 0)) == (0, 0)
+    usable.remove(2)
+    assert draws.choose(rows, (0, 0)) == (0, 1)
+
+
 def tallies(accuracies, spreads):
     rows = RowTallies()
     for row in range(len(accuracies)):
@@ -159,10 +194,12 @@ def test_a_sampler_of_one_s_own_that_cannot_work_is_a_sentence(tmp_path, monkeyp
         "def few(rows): return np.ones(1)\n"
         "def negative(rows): return -np.ones(len(rows.last))\n"
         "def fails(rows): return 1 / 0\n"
+        "def writes(rows): rows.accuracy[:] = 1.0; return rows.accuracy\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     check_sampler(ScheduleSection(sampler="samplers_of_mine:good"), submitted=False)
-    for name, why in {"few": "did not return 3 weights", "negative": "from 0 to 1", "fails": "ZeroDivision"}.items():
+    bad = {"few": "did not return 3 weights", "negative": "from 0 to 1", "fails": "ZeroDivision", "writes": "read-only"}
+    for name, why in bad.items():
         with pytest.raises(SamplerFailed, match=why):
             check_sampler(ScheduleSection(sampler=f"samplers_of_mine:{name}"), submitted=False)
     with pytest.raises(ConfigError, match=r"'schedule.sampler' = 'spread' chooses among rows of files"):

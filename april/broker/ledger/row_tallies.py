@@ -17,7 +17,8 @@ BLANK = {"last": NEVER, "known": 0, "accuracy": 0.0, "spread": 0.0}
 
 
 class RowTallies:
-    """Columns with one entry for each row of the dataset, at least up to the largest row that was drawn.
+    """Columns with one entry for each row of the dataset, at least up to the largest row that was drawn. Stored are
+    those up to that row, so that they depend on what happened alone, and not on how many rows were asked for.
 
     tallies.draw(7)
     tallies.complete(7, accuracies=[1.0, 0.0], rewards=[1.0, 0.0])
@@ -39,20 +40,21 @@ class RowTallies:
         """Mean accuracy of each row's complete groups, of which each counts as much as all before it; float64 [n]."""
         self.spread = np.frombuffer(spread, "<f8")
         """The same of the standard deviations of their rewards; float64 [n]."""
+        self._stored_rows = len(self.last)
 
     def __iter__(self) -> Iterator[int | bytes]:
         yield from (self.draws, self.results)
-        yield from (getattr(self, name).tobytes() for name in BLANK)
+        yield from (getattr(self, name)[: self._stored_rows].tobytes() for name in BLANK)
 
     def draw(self, row: int) -> None:
         """Count a draw of a row."""
-        self._hold(row)
+        self._touch(row)
         self.last[row] = self.draws
         self.draws += 1
 
     def complete(self, row: int, accuracies: Sequence[float], rewards: Sequence[float]) -> None:
         """Count a complete group of a row, by the accuracy and the reward of each of its samples, at least one."""
-        self._hold(row)
+        self._touch(row)
         self.results += 1
         self.known[row] += 1
         share = 0.5 if self.known[row] > 1 else 1.0
@@ -67,22 +69,29 @@ class RowTallies:
             self.complete(group.number, accuracies, rewards)
 
     def first(self, rows: int) -> "RowTallies":
-        """The columns of so many rows, those of rows that were never drawn included; read only."""
-        if len(self.last) == rows:
-            return self
+        """The columns of so many rows, those of rows that were never drawn included: views, which follow later draws
+        and results until a larger row is drawn, and cannot be written to."""
+        self._hold(rows)
         found = RowTallies()
         found.draws, found.results = self.draws, self.results
-        for name, blank in BLANK.items():
+        for name in BLANK:
             column = getattr(self, name)[:rows]
-            setattr(found, name, np.append(column, np.full(rows - len(column), blank, column.dtype)))
+            column.flags.writeable = False
+            setattr(found, name, column)
         return found
 
-    def _hold(self, row: int) -> None:
-        """Make the columns long enough for a row, by a power of two, and writable."""
-        if row >= len(self.last) or not self.last.flags.writeable:
-            longer = self.first(max(len(self.last), 1 << row.bit_length()))
-            for name in BLANK:
-                setattr(self, name, np.array(getattr(longer, name)))
+    def _touch(self, row: int) -> None:
+        self._hold(row + 1)
+        self._stored_rows = max(self._stored_rows, row + 1)
+
+    def _hold(self, rows: int) -> None:
+        """Make the columns writable, and long enough for so many rows: by a power of two, so that they seldom grow."""
+        if rows <= len(self.last) and self.last.flags.writeable:
+            return
+        length = max(len(self.last), 1 << max(0, rows - 1).bit_length())
+        for name, blank in BLANK.items():
+            column = getattr(self, name)
+            setattr(self, name, np.append(column, np.full(length - len(column), blank, column.dtype)))
 
 
 class PromptOrder:

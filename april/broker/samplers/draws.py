@@ -1,11 +1,12 @@
 """Which prompt is drawn next: the one whose weight times age is largest.
 
-The age of a prompt is the number of draws since its own last one. So a prompt is drawn in proportion to its weight,
-never twice in a row while others wait, and one of weight w at least every C / w draws, C the sum of all weights. The
-choice is a function of the seed and of the ledger's state alone: a journal that is replayed draws the same prompts.
+The age of a prompt is the number of draws since its own last one. So a prompt is drawn in proportion to its weight: one
+of weight w on average every C / w draws, C the sum of all weights. The choice is a function of the seed and of the
+ledger's state alone: a journal that is replayed draws the same prompts.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ class Draws(PromptOrder):
         self.name, self.floor, self.rows = section.sampler, section.sampler_floor, rows
         self.order, self.is_usable = order, is_usable
         self._unusable = np.zeros(rows, bool)
+        self._positions = lru_cache(maxsize=2)(self._first_positions)
         self._chosen: tuple[Any, Cursor] | None = None
         """The last choice, and the state that it was made in."""
 
@@ -47,35 +49,49 @@ class Draws(PromptOrder):
         in it). Raises SamplerFailed."""
         epoch, drawn = cursor if cursor[1] < len(self.order(cursor[0])) else (cursor[0] + 1, 0)
         state = tallies.draws, tallies.results, epoch, drawn
-        if self._chosen is None or self._chosen[0] != state:
+        if self._chosen is None or self._chosen[0] != state or not self.is_usable(self._row(self._chosen[1])):
             self._chosen = state, (epoch, self._position(tallies.first(self.rows), epoch))
         return self._chosen[1]
 
+    def _row(self, chosen: Cursor) -> int:
+        epoch, position = chosen
+        return int(self.order(epoch)[position])
+
     def number_of(self, evaluation: bool, epoch: int, row: int) -> int:
-        return -1 if evaluation else int(self.order(epoch)[row])
+        return -1 if evaluation else self._row((epoch, row))
 
     def _position(self, tallies: RowTallies, epoch: int) -> int:
-        order = self.order(epoch)
-        urgency = (self.weights(tallies) * (tallies.draws - tallies.last))[order]
-        urgency[tallies.last[order] == NEVER] = np.inf
-        urgency[self._unusable[order]] = -1.0
-        for _ in order:
-            position = int(urgency.argmax())
-            if self.is_usable(int(order[position])):
+        """The first position of the row to draw in the epoch's order; 0 if no row can be drawn."""
+        positions = self._positions(epoch)
+        urgency = self.weights(tallies)
+        urgency *= tallies.draws - tallies.last
+        np.putmask(urgency, tallies.last == NEVER, np.inf)
+        np.putmask(urgency, self._unusable | (positions < 0), -1.0)
+        while (largest := urgency.max(initial=-1.0)) >= 0:
+            position = int(positions[np.flatnonzero(urgency == largest)].min())
+            row = self._row((epoch, position))
+            if self.is_usable(row):
                 return position
-            self._unusable[order[position]], urgency[order == order[position]] = True, -1.0
+            self._unusable[row], urgency[row] = True, -1.0
         return 0
+
+    def _first_positions(self, epoch: int) -> np.ndarray:
+        """The first position of each row in an epoch's order, int64 [rows]; -1 for one that is not in it."""
+        order = self.order(epoch)
+        positions = np.full(self.rows, -1)
+        positions[order[::-1]] = np.arange(len(order))[::-1]
+        return positions
 
     def weights(self, tallies: RowTallies) -> np.ndarray:
         """The weight of each row, float64 [rows], from the floor to 1. Raises SamplerFailed."""
-        known = tallies.known > 0
         try:
             found = np.asarray(self.sampler(tallies), float)
         except Exception as error:
             raise SamplerFailed(f"the sampler {self.name} failed: {type(error).__name__}: {error}") from error
-        if found.shape != (self.rows,) or not ((found >= 0) & (found <= 1))[known].all():
+        weights = np.where(tallies.known > 0, found, 1.0) if found.shape == (self.rows,) else np.full(1, np.nan)
+        if not (weights.min() >= 0 and weights.max() <= 1):
             raise SamplerFailed(f"the sampler {self.name} did not return {self.rows} weights from 0 to 1; mend it")
-        return np.where(known, found.clip(self.floor), 1.0)
+        return np.maximum(weights, self.floor, out=weights)
 
 
 def draws_in_order(section: ScheduleSection) -> bool:
