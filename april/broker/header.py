@@ -19,6 +19,7 @@ from april.broker.ledger.events import RunStarted
 from april.broker.plan import ledger_rules
 from april.broker.prompts import PromptBook
 from april.config import Config
+from april.data.tokenizer import Tokenizer
 from april.util.errors import refuse
 from april.util.files import has_weights
 
@@ -102,16 +103,7 @@ SCORING_KEYS = ("name", "overlong_buffer_tokens", "overlong_penalty", "format_pa
 def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
     """Fingerprints of the contents that configuration keys refer to, by key, and commits of those from a hub. That of
     the weights is missing if they are not on this machine."""
-    folder, tokenizer = config.model.path, prompts.tokenizer
-    ends = sorted(tokenizer.eos_token_ids)
-    tokenizer_bytes = [(folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()]
-    found = {
-        "model.path (config.json)": fingerprint_of_bytes(canonical_json(folder / "config.json")),
-        "model.path (tokeniser)": fingerprint_of_bytes(
-            *tokenizer_bytes, canonical_json(folder / "tokenizer_config.json"), str(ends).encode()
-        ),
-        "model.path (chat template)": fingerprint_of_json(tokenizer.inner.chat_template),
-        "data.template_options": json.dumps(config.data.template_options, sort_keys=True),
+    found = model_fingerprints(config, prompts.tokenizer) | {
         "agent.chat_template": fingerprint_of_json(config.agent.chat_template),
         "data.eval_path (prompts)": NO_FINGERPRINT,
         "evaluation.sets (names)": ", ".join(config.evaluation.sets) or NO_FINGERPRINT,
@@ -123,9 +115,24 @@ def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
     parts = {name: part.written() for name, part in config.reward.part.items()}
     found["reward.part"] = json.dumps(parts, sort_keys=True)
     found |= {f"reward.{key}": str(getattr(config.reward, key)) for key in SCORING_KEYS}
-    if weights := weights_fingerprint(folder):
-        found["model.path (weights)"] = weights
     return found | config.commits
+
+
+def model_fingerprints(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
+    """Fingerprints of the start model's configuration, tokeniser, chat template and weights, and the options of the
+    template, by key. That of the weights is missing if they are not on this machine."""
+    folder, ends = config.model.path, sorted(tokenizer.eos_token_ids)
+    tokenizer_bytes = [(folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()]
+    found = {
+        "model.path (config.json)": fingerprint_of_bytes(canonical_json(folder / "config.json")),
+        "model.path (tokeniser)": fingerprint_of_bytes(
+            *tokenizer_bytes, canonical_json(folder / "tokenizer_config.json"), str(ends).encode()
+        ),
+        "model.path (chat template)": fingerprint_of_json(tokenizer.inner.chat_template),
+        "data.template_options": json.dumps(config.data.template_options, sort_keys=True),
+    }
+    weights = weights_fingerprint(folder)
+    return found | ({"model.path (weights)": weights} if weights else {})
 
 
 def canonical_json(path: Path) -> bytes:

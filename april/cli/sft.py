@@ -38,7 +38,7 @@ def sft(config: list[Path], dry_run: bool, resume: bool, overrides: list[str]) -
     devices = visible_devices()
     if dry_run:
         print(describe_sft(loaded))
-        found = examine_sft(loaded, devices, everything=True)
+        found = examine_sft(loaded, devices, everything=True, resumes=resume)
         for line in (
             *found.lines(),
             *map("remark: {}".format, found.warnings),
@@ -53,7 +53,7 @@ def sft(config: list[Path], dry_run: bool, resume: bool, overrides: list[str]) -
         if resume:
             check_sft_resume(loaded)
             folder.enter_context(preflight.lock_run_folder(loaded))
-        found = examine_sft(loaded, devices, everything=False)
+        found = examine_sft(loaded, devices, everything=False, resumes=resume)
         found.refuse()
         if not resume:
             loaded = preflight.make_run_folder(loaded)

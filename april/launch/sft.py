@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from april.broker.journal.files import journal_folder
+from april.broker.recovery import checkpoints_of
 from april.broker.telemetry.metrics_file import parse_line
 from april.broker.telemetry.recorder import read_summary
 from april.config import Config
@@ -33,7 +34,7 @@ from april.launch.dry_run import count_of, describe_model, describe_training
 from april.launch.memory import adapter_parameters, read_shape
 from april.launch.row_checks import length_range, located
 from april.launch.supervisor import Part, RunFailed
-from april.sft.source import STOP_FILE, ConversationBook
+from april.sft.source import STOP_FILE, ConversationBook, checked_order
 from april.util.errors import refuse
 from april.util.files import has_weights, replace_file
 from april.util.lifetime import REFUSED, stop_signals, was_interrupted
@@ -47,9 +48,9 @@ FIRST_ROWS_S = 10.0
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def examine_sft(config: Config, devices: Sequence[str], everything: bool) -> Findings:
+def examine_sft(config: Config, devices: Sequence[str], everything: bool, resumes: bool = False) -> Findings:
     """Make all checks of a supervised run. `devices`: names of the accelerators; `everything`: look at all rows,
-    however long that takes."""
+    however long that takes; `resumes`: the run goes on from its checkpoints, if there are any."""
     found = Findings()
     run_check, shape = found.run_check, read_shape(config.model.path)
     if run_check(check_model, config):
@@ -70,6 +71,8 @@ def examine_sft(config: Config, devices: Sequence[str], everything: bool) -> Fin
     found.facts["disk"] = run_check(check_room, config, trained or 0) or ""
     found.facts["store"] = run_check(check_store, config) or ""
     book = run_check(ConversationBook, config) if readable else None
+    if book and resumes:
+        run_check(checked_order, config, book, max(checkpoints_of(config.run_dir), default=0))
     if book:
         inspect_conversations(config, book, found, math.inf if everything else FIRST_ROWS_S)
     return found
@@ -79,6 +82,12 @@ def inspect_conversations(config: Config, book: ConversationBook, found: Finding
     """Make tokens of held-out rows and of training rows, for `patience_s` seconds; records facts about them, those that
     are left out, and an error for the first that cannot be trained."""
     found.run_check(book.held_out_batch)
+    for name, left_out in book.held_out_too_long.items():
+        if left_out:
+            found.warnings.append(
+                f"{left_out} of {len(book.held_out[name])} held-out rows of {name} are left out: they have more than "
+                f"{book.max_tokens} tokens; raise sft.max_tokens if the model's context has room"
+            )
     deadline, lengths, trained = time.monotonic() + patience_s, list[int](), 0
     too_long, refused, endless = list[str](), list[str](), list[str]()
     ends_turn = book.encoder.tokenizer.eos_token_ids

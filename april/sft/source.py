@@ -8,10 +8,12 @@ counted.
 import logging
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import orjson
 
+from april.broker.header import model_fingerprints
 from april.config import Config, ConfigError
 from april.data.conversations import Conversation, ConversationEncoder, load_conversations
 from april.data.rows import BadRow
@@ -28,7 +30,9 @@ log = logging.getLogger(__name__)
 ROWS_CACHED = 16_384
 """Number of rows whose tokens are kept in memory for the next epoch."""
 ORDER_FILE = "order.json"
-"""File of the run folder with what determines the rows of each batch."""
+"""File of the run folder with what determines the rows of each batch, their tokens and their loss."""
+ROWS_TO_TRAIN = "rows"
+"""Field of `ORDER_FILE` with the number of rows in all epochs, which a resumed run may raise."""
 STOP_FILE = "stop"
 """File of the run folder whose presence ends the run after the batch in training."""
 
@@ -48,6 +52,8 @@ class ConversationBook:
         }
         self.max_tokens = min(config.sft.max_tokens, config.context_tokens or config.sft.max_tokens)
         self.encoder = ConversationEncoder(Tokenizer(config.model.path), data, config.sft)
+        self.held_out_too_long: dict[str, int] = {}
+        """Number of the held-out rows that were left out as too long, by the name of their set."""
         self.too_long, self.unusable = set[int](), set[int]()
         """Numbers of the training rows that were left out so far, as too long or for another reason."""
         self._usable = lru_cache(ROWS_CACHED)(self._encode)
@@ -81,7 +87,8 @@ class ConversationBook:
         return TrainingBatch(step, [[as_sample(row, number, step)] for number, row in found if row is not None])
 
     def held_out_batch(self) -> TrainingBatch:
-        """The held-out rows, those of each set as one group. Raises ConfigError for a row that cannot be used."""
+        """The held-out rows, those of each set as one group; rows that are too long are left out and counted. Raises
+        ConfigError for a row that cannot be used."""
         groups = []
         for name, rows in self.held_out.items():
             groups.append(group := list[TrainSample]())
@@ -94,14 +101,18 @@ class ConversationBook:
                     ) from None
                 if len(row.tokens) <= self.max_tokens:
                     group.append(as_sample(row, number, 0))
+            self.held_out_too_long[name] = len(rows) - len(group)
             if not group:
                 refuse("sft.max_tokens", self.max_tokens, f"leaves no held-out row of {name}", "raise it")
         return TrainingBatch(0, groups)
 
     def counts(self) -> dict[str, int]:
-        """Number of training rows, and of rows left out so far as bad, or as too long."""
+        """Number of training rows, and of rows left out so far as bad, or as too long; and of held-out rows that were
+        left out as too long."""
         bad_rows = self.rows.bad_rows + len(self.unusable)
-        return {"rows": len(self.rows), "bad_rows": bad_rows, "too_long": len(self.too_long)}
+        held_out = sum(self.held_out_too_long.values())
+        too_long = {"too_long": len(self.too_long), "held_out_too_long": held_out}
+        return {"rows": len(self.rows), "bad_rows": bad_rows, **too_long}
 
     def _encode(self, number: int) -> Conversation | None:
         """The tokens of a training row; None if it is left out."""
@@ -140,9 +151,9 @@ class ConversationSource:
         self.record: SftRecord
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
-        """Go on from a checkpoint. Raises ConfigError if the run began with other rows, or in another order."""
+        """Go on from a checkpoint. Raises ConfigError if the run began with other rows, tokens or another loss."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._check_order(checkpoint_step)
+        replace_file(self.run_dir / ORDER_FILE, orjson.dumps(checked_order(self.config, self.book, checkpoint_step)))
         self.record = SftRecord(self.config, checkpoint_step, self.book.steps, self.book.counts)
         return 0, checkpoint_step
 
@@ -169,18 +180,31 @@ class ConversationSource:
     def close(self) -> None:
         self.record.close()
 
-    def _check_order(self, checkpoint_step: int) -> None:
-        config, path = self.config, self.run_dir / ORDER_FILE
-        order = {
-            "data.path": self.book.rows.fingerprint,
-            "seed": config.seed,
-            "sft.batch_size": config.sft.batch_size,
-            "sft.max_tokens": self.book.max_tokens,
-            "sft.train_on": config.sft.train_on,
-        }
-        before = orjson.loads(path.read_bytes()) if checkpoint_step and path.exists() else order
-        for key, value in order.items():
-            if before.get(key) != value:
-                why = "is not what the run began with, and its batches would be others"
-                refuse(key, None if key == "data.path" else value, why, "restore it, or begin another run")
-        replace_file(path, orjson.dumps(order))
+
+def checked_order(config: Config, book: ConversationBook, checkpoint_step: int) -> dict[str, Any]:
+    """What determines the batches of a run and their loss, for `ORDER_FILE`.
+
+    A run that goes on from weights `checkpoint_step` > 0 has to be the one that it began as. Raises ConfigError if it
+    has other rows, tokens or another loss, or if its last batch was smaller than others for want of rows, and there are
+    more now.
+    """
+    path, size = config.run_dir / ORDER_FILE, config.sft.batch_size
+    settings = {
+        "seed": config.seed,
+        "sft.batch_size": size,
+        "sft.max_tokens": book.max_tokens,
+        "sft.train_on": config.sft.train_on,
+        "data.add_bos": config.data.add_bos,
+        "algorithm.normalisation": config.algorithm.normalisation,
+    }
+    order = settings | {"data.path": book.rows.fingerprint} | model_fingerprints(config, book.encoder.tokenizer)
+    before = orjson.loads(path.read_bytes()) if checkpoint_step and path.exists() else {}
+    for key, value in order.items():
+        if before.get(key, value) != value:
+            why = "is not what the run began with, and its batches or their loss would be others"
+            refuse(key, settings.get(key), why, "restore it, or begin another run")
+    rows, rows_now = before.get(ROWS_TO_TRAIN), book.positions
+    if rows is not None and rows < checkpoint_step * size and (rows_now is None or rows_now > rows):
+        why = f"gives more rows than the {rows} that the run has trained, and its last batch of them was not full"
+        refuse("data.epochs", config.data.epochs, why, "restore it, or begin another run")
+    return before | order | {ROWS_TO_TRAIN: rows_now}

@@ -1,22 +1,28 @@
 """Supervised training by the learner: its loss is transformers', and a resumed run is an unbroken one."""
 
+import math
 import random
+import shutil
 
 import numpy as np
 import orjson
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from april import config as configuration
+from april.cli.sft import sft
 from april.config import ConfigError
-from april.launch.sft import describe_line
+from april.launch.check import Findings
+from april.launch.sft import describe_line, inspect_conversations
 from april.learner import loop
 from april.learner.policy.warm_start import build_model
 from april.learner.trainer import Trainer
 from april.sft.held_out import HeldOutLoss
 from april.sft.record import SftRecord
 from april.sft.source import STOP_FILE, ConversationBook, ConversationSource
+from april.util.versions import RUN_FOLDER
 from tests.support.chat_tokenizer import VOCABULARY, save_chat_tokenizer
 
 CHANCE = random.Random(0)
@@ -174,11 +180,66 @@ def test_rows_that_are_too_long_are_left_out_of_their_batches_and_counted(config
     assert 0 < len(kept) < 20 and book.counts()["too_long"] == 20 - len(kept)
 
 
+def test_held_out_rows_that_are_too_long_are_counted_and_warned_of(configured):
+    config, found = configured("--sft.max_tokens", "90"), Findings()
+    book = ConversationBook(config)
+    inspect_conversations(config, book, found, math.inf)
+    left_out = 6 - len(book.held_out_batch().groups[0])
+    assert 0 < left_out < 6 and book.counts()["held_out_too_long"] == left_out
+    (warning,) = (line for line in found.warnings if "held-out" in line)
+    assert warning.startswith(f"{left_out} of 6 held-out rows of")
+
+
 def test_a_run_does_not_go_on_with_other_rows_or_in_another_order(one_rank, configured):
     train(configured("--schedule.max_steps", "2"))
     for key in ("seed", "sft.batch_size"):
         with pytest.raises(ConfigError, match=f"key '{key}' = 3 is not what the run began with"):
             train(configured(f"--{key}", "3"))
+
+
+def change_the_weights(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def change_the_template(folder):
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text() + "{# #}")
+
+
+OTHERS = {
+    "data.add_bos": "true",
+    "data.template_options": "{x = 1}",
+    "algorithm.normalisation": "sequence_mean",
+    "model.path (weights)": change_the_weights,
+    "model.path (chat template)": change_the_template,
+}
+
+
+def test_a_resume_with_other_tokens_or_another_loss_is_refused_before_the_folder_changes(
+    one_rank, configured, inputs, tmp_path
+):
+    train(begun := configured("--schedule.max_steps", "2"))
+    (begun.run_dir / "config.toml").write_text(begun.to_toml())
+    RUN_FOLDER.claim(begun.run_dir, new=True)
+    before = {path: path.read_bytes() for path in begun.run_dir.rglob("*") if path.is_file()}
+    for key, value in OTHERS.items():
+        if callable(value):
+            value(folder := shutil.copytree(inputs / "policy", tmp_path / key))
+        other = ["--model.path", str(folder)] if callable(value) else [f"--{key}", value]
+        with pytest.raises(ConfigError) as refused:
+            sft([tmp_path / "run.toml"], False, True, ["--schedule.max_steps", "3", *other])
+        assert f"key '{key}'" in str(refused.value) and "is not what the run began with" in str(refused.value), key
+        assert {path: path.read_bytes() for path in before} == before
+    assert train(configured("--schedule.max_steps", "3")).step_count == 3
+
+
+def test_more_epochs_are_refused_behind_a_last_batch_that_was_not_full(one_rank, configured):
+    train(configured("--data.epochs", "1", "--schedule.max_steps", "3"))  # 18 of 20 rows
+    assert train(configured("--data.epochs", "1")).step_count == 4
+    assert train(configured("--data.epochs", "1")).step_count == 4
+    with pytest.raises(ConfigError, match=r"key 'data.epochs' = 2 gives more rows than the 20"):
+        train(configured("--data.epochs", "2"))
 
 
 def begun_record(config, checkpoint_step):
