@@ -57,8 +57,9 @@ class RewardSection(Section):
     timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Time after which a verifier's call is killed (seconds). A high value waits long for one that "
-        "hangs; a low one fails slow ones, whose samples are tried again.",
+        description="Time after which a verifier's call is killed (seconds); the verifiers of all parts of a response "
+        "share it. A high value waits long for one that hangs; a low one fails slow ones, whose samples are tried "
+        "again.",
     )
     processes: int = Field(
         1, ge=1, description="Verifier processes of each worker, or of each scorer. Each takes its own memory."
@@ -118,7 +119,8 @@ class RewardSection(Section):
     without_special_tokens: list[str] = Field(
         [],
         description="Verifiers that get responses without special tokens. Others see those that the policy wrote, "
-        "such as </think> where it is one, but no end token at the end. Empty: none.",
+        "such as </think> where it is one, but no end token at the end. reward.name and verifiers of parts: "
+        "all or none. Empty: none.",
     )
     max_failed_share: float = Field(
         0.05,
@@ -190,6 +192,12 @@ def check_parts(reward: RewardSection) -> None:
             refuse(f"{key}.verifier", part.verifier, f"is given to {name!r}, a part of April's own", "rename the part")
         if part.verifier:
             registry_of("reward.name").check_name(part.verifier, f"{key}.verifier")
+        plain = reward.without_special_tokens
+        if part.verifier and (part.verifier in plain) != (reward.name in plain):
+            why = (
+                f"names one of reward.name = {reward.name!r} and {key}.verifier = {part.verifier!r}, which get one text"
+            )
+            refuse("reward.without_special_tokens", plain, why, "name both of them, or neither")
         if part.verifier.startswith(GROUP_REWARD):
             fix = "name it in reward.name, and its details as parts"
             refuse(f"{key}.verifier", part.verifier, "sees a whole group, and parts see a response", fix)

@@ -26,6 +26,9 @@ REFUSED = {
     "'reward.part.reward.verifier' = 'exact' is given to 'reward'": {"reward": parts(reward={"verifier": "exact"})},
     "'reward.part' = 'overlong' is a penalty that is off": {"reward": parts(overlong={})},
     r"'reward.part.brief.weight' = 1e\+300 is not within 1e\+09": {"reward": parts(brief={"weight": 1e300})},
+    r"'reward.without_special_tokens' = \['exact'\] names one of reward.name = 'final_answer' and": {
+        "reward": parts(brief={"verifier": "exact"}) | {"without_special_tokens": ["exact"]},
+    },
     "'reward.part.brief.gate' = 'right' is no other part": {"reward": parts(brief={"gate": "right"})},
     "'reward.part.brief.gate' = 'brief' is no other part": {"reward": parts(brief={"gate": "brief"})},
     "'algorithm.advantage' = 'gdpo' is made of the parts": GDPO,

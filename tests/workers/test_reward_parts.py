@@ -1,10 +1,14 @@
 """A reward of several parts: each value is a detail, and the reward is their weighted sum."""
 
+import os
+
 import msgspec
 import pytest
 
+from april.util.pool import frame
 from april.workers.rewards.messages import Item, RewardPart, RewardRules
-from april.workers.rewards.process import undecided, verify
+from april.workers.rewards.pool import RewardPool
+from april.workers.rewards.process import ItemReader, undecided, verify
 from tests.support.reward_scores import collect
 
 
@@ -86,6 +90,18 @@ def test_a_score_that_its_parts_make_unacceptable_to_the_broker_is_an_error():
     assert score.reward is None and "with its parts and penalties returned 18 details, more than 16" in score.error
     [score] = verify([item_of("7")], rules_of(reward={"weight": 1e300}))
     assert score.reward is None and "returned 1e+300, which is larger than 1e+09" in score.error
+
+
+def test_responses_are_scored_in_one_call_only_if_all_verifiers_of_their_parts_take_many():
+    for part, expected in (("", True), ("remote", True), ("code", False)):
+        rules = rules_of("remote", reward={}, part={"verifier": part} if part else {"gate": "reward"})
+        pool, item = RewardPool.__new__(RewardPool), item_of("7", "remote")
+        pool.rules = rules
+        assert pool.joins(item, [item]) is expected
+        reading, writing = os.pipe()
+        os.write(writing, frame(item) + frame(item))
+        assert len(ItemReader(reading, rules).take()) == (2 if expected else 1)
+        os.close(reading), os.close(writing)
 
 
 def test_a_response_that_a_part_cannot_decide_is_wrong_in_all_parts(make_pool):

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from april.wire.limits import OWN_REWARD, PENALTIES
 from april.workers.rewards.messages import Item, RewardPart, RewardRules, Score
+from april.workers.rewards.verifiers import in_batches
 
 Details = Mapping[str, float]
 
@@ -28,6 +29,12 @@ def asked_verifiers(verifier: str, rules: RewardRules) -> dict[str, str]:
     is_asked = not parts or any(not part.verifier and name not in PENALTIES for name, part in parts.items())
     own = {"": verifier} if is_asked else {}
     return own | {name: part.verifier for name, part in parts.items() if part.verifier}
+
+
+def scored_in_batches(verifier: str, rules: RewardRules) -> bool:
+    """Whether each verifier that is called for a response takes many responses in one call, so that the time of a call
+    does not grow with them."""
+    return all(map(in_batches, asked_verifiers(verifier, rules).values()))
 
 
 def joined(columns: Mapping[str, Sequence[Score]], items: Sequence[Item]) -> list[Score]:

@@ -20,8 +20,8 @@ import msgspec
 
 from april.util.pool import Failure, PoolProcess, ProcessPool
 from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score
+from april.workers.rewards.parts import scored_in_batches
 from april.workers.rewards.process import BATCH_ITEMS
-from april.workers.rewards.verifiers import in_batches
 
 log = logging.getLogger(__name__)
 
@@ -81,4 +81,4 @@ class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
 
     def joins(self, item: Item | GroupItem, batch: Sequence[Item | GroupItem]) -> bool:
         same = item.verifier == batch[0].verifier and not (item.timeouts or batch[0].timeouts)
-        return same and len(batch) < BATCH_ITEMS and in_batches(item.verifier)
+        return same and len(batch) < BATCH_ITEMS and scored_in_batches(item.verifier, self.rules)

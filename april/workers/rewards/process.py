@@ -41,8 +41,8 @@ from april.wire.limits import (
 )
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score, Undecided
-from april.workers.rewards.parts import asked_verifiers, combined, joined, parts_of
-from april.workers.rewards.verifiers import find_verifier, in_batches, right_response
+from april.workers.rewards.parts import asked_verifiers, combined, joined, parts_of, scored_in_batches
+from april.workers.rewards.verifiers import find_verifier, right_response
 
 # --- reward shaping ---------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ def main(limit_s: float) -> None:
     rules = read_rules(items, RewardRules)
     limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    inbox = ItemReader(items)
+    inbox = ItemReader(items, rules)
     signal.setitimer(signal.ITIMER_REAL, START_LIMIT_S + ORPHAN_MARGIN_S)
     for name in rules.verifiers:
         preload(name, rules)
@@ -136,8 +136,8 @@ def preload(name: str, rules: RewardRules) -> None:
 class ItemReader:
     """Reads items from the pool's channel: one at a time, or in batches for verifiers that take batches."""
 
-    def __init__(self, descriptor: int):
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, rules: RewardRules):
+        self._descriptor, self._rules = descriptor, rules
         self._unread = bytearray()
         self._items: deque[Item | GroupItem] = deque()
         self._decoder = msgspec.msgpack.Decoder(Item | GroupItem)
@@ -148,7 +148,7 @@ class ItemReader:
             if not self._read():
                 return []
         batch = [self._items.popleft()]
-        batched = in_batches(batch[0].verifier) and not batch[0].timeouts
+        batched = scored_in_batches(batch[0].verifier, self._rules) and not batch[0].timeouts
         while batched and len(batch) < BATCH_ITEMS and self._has(batch[0].verifier):
             batch.append(self._items.popleft())
         return batch
