@@ -2,6 +2,7 @@
 part of a version and writes it while the next step trains; rank 0 adds the small files and has the broker told."""
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from april.config import Config, ConfigError
+from april.config.stored import CHECKSUMS_FILE
 from april.learner.checkpoint import WEIGHT_FILES
 from april.learner.process_group import all_gather_values, long_wait_group
 from april.learner.trainer import Trainer
@@ -28,6 +30,14 @@ from april.wire.training import WeightFolder
 
 log = logging.getLogger(__name__)
 
+NOT_TAKEN = re.compile(rf"\..*|.*\.(h5|msgpack|ot|onnx)|{CHECKSUMS_FILE}")
+"""Names of files of a model's folder that no snapshot has, beside its weights: hidden files, weights for other
+libraries, and those that have the name of a snapshot's own."""
+MOST_BYTES = 4 * 2**20
+"""Largest file of a model's folder that a snapshot has, unless it is a tokeniser's."""
+TOKENIZERS = re.compile(r"(tokenizer|vocab|merges|added_tokens|spiece|sentencepiece|tekken).*|.*\.(model|tiktoken)")
+"""Names of a tokeniser's files."""
+
 
 class SnapshotWriting:
     """The ranks of a learner that write snapshots of weights."""
@@ -38,6 +48,8 @@ class SnapshotWriting:
         self.config, self.tell = config, tell
         self.folders = WeightFolders.of(config)
         self.group = long_wait_group()  # a rank may write for as long as its store lets bytes through
+        self.others = model_files(config.model.path) if tell else {}
+        """Content of the model folder's other files, by name; only on rank 0."""
         self._last_step: int | None = None
         """Policy step of the snapshot written last; None before the first."""
         self._told: list[Version] = []
@@ -107,7 +119,7 @@ class SnapshotWriting:
                 raise OSError(its)
             files += its
         if self.tell:
-            self.tell(self.folders.complete(part.version, files, part.canary, model_files(self.config.model.path)))
+            self.tell(self.folders.complete(part.version, files, part.canary, self.others))
             self._told = [*self._told, part.version][-KEPT:]
             self._prune()
         size = sum(file.size for file in files)
@@ -121,6 +133,13 @@ class SnapshotWriting:
 
 
 def model_files(folder: Path) -> dict[str, bytes]:
-    """Content of the files of a model's folder that are not weights, by name."""
-    paths = sorted(path for path in Path(folder).iterdir() if path.is_file())
-    return {path.name: read_whole(path) for path in paths if not WEIGHT_FILES.fullmatch(path.name)}
+    """Content of the files of a model's folder that belong into a snapshot beside the weights, by name."""
+    return {path.name: read_whole(path) for path in sorted(Path(folder).iterdir()) if is_taken(path)}
+
+
+def is_taken(path: Path) -> bool:
+    """Whether a file of a model's folder belongs into a snapshot: it has no weights, and no more than 4 MiB unless it
+    is a tokeniser's."""
+    if not path.is_file() or WEIGHT_FILES.fullmatch(path.name) or NOT_TAKEN.fullmatch(path.name):
+        return False
+    return bool(TOKENIZERS.fullmatch(path.name)) or path.stat().st_size <= MOST_BYTES

@@ -30,7 +30,7 @@ from april.config.section import AUTO
 from april.config.stored import CHECKSUMS_FILE, Sums, format_checksums, parse_checksums
 from april.util import clock
 from april.util.lifetime import in_background
-from april.util.objects import PIECE_BYTES, ObjectStore, StoreRefused
+from april.util.objects import PIECE_BYTES, TIMEOUT_S, ObjectStore, StoreRefused
 from april.weights.canary import Canary
 from april.weights.channel import TensorHead
 from april.weights.snapshot import DTYPES, ReusedBuffers, Snapshot, SnapshotError, byte_size, layout
@@ -52,6 +52,9 @@ FORMAT_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 HEADER_ALIGNMENT_BYTES = 16
 LENGTH = struct.Struct("<Q")
 """Layout of the header's length, with which a safetensors file begins."""
+WAITS_OF_A_CALL = 2
+"""Timeouts after which a call to a store that never answers is given up: it sees only after a second one that no bytes
+have come since the first."""
 KEPT = 2
 """Number of the newest snapshots that the broker has been told of which are never removed."""
 
@@ -78,12 +81,15 @@ class WeightFolders:
 
     @classmethod
     def of(cls, config: Config) -> "WeightFolders":
-        """The snapshots of a run, in `weights.folder`. Contacts no store yet."""
-        folder = config.weights.folder
-        if folder == AUTO:
-            return cls(ObjectStore(str((config.run_dir / "weights").absolute())))
-        place = folder.rstrip("/") if "://" in folder else Path(folder).absolute()
-        return cls(ObjectStore(f"{place}/{quote(config.run.name, safe='')}"))
+        """The snapshots of a run, in `weights.folder`, for a rank that writes them. Contacts no store yet."""
+        return cls(ObjectStore(url_of(config)))
+
+    @classmethod
+    def to_read(cls, config: Config) -> "WeightFolders":
+        """The same for a worker. A call that gets no bytes is given up within `weights.transfer_deadline_s`, and is not
+        retried: the worker uses another snapshot, and tries this one again."""
+        timeout_s = config.weights.transfer_deadline_s / WAITS_OF_A_CALL
+        return cls(ObjectStore(url_of(config), min(TIMEOUT_S, timeout_s), ()))
 
     # --- writing --------------------------------------------------------------------------------------------
 
@@ -199,6 +205,15 @@ class WeightFolders:
 
     def _url(self, folder: WeightFolder, name: str) -> str:
         return f"{self.objects.url}/{name_of(folder.version)}/{name}"
+
+
+def url_of(config: Config) -> str:
+    """Folder or URL of the snapshots of a run."""
+    folder = config.weights.folder
+    if folder == AUTO:
+        return str((config.run_dir / "weights").absolute())
+    place = folder.rstrip("/") if "://" in folder else Path(folder).absolute()
+    return f"{place}/{quote(config.run.name, safe='')}"
 
 
 def name_of(version: Version) -> str:

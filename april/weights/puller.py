@@ -39,6 +39,8 @@ class SnapshotPuller(WeightSource):
         self._offered: list[WeightFolder] = []
         self._taken: Version | None = None
         """Version that was read last, unless the engine has lost or refused it."""
+        self._loading: Version | None = None
+        """Version that the main loop took last."""
         self._not_before = 0.0
         """Time before which nothing is read, Unix time in seconds."""
         self._closed = False
@@ -50,11 +52,18 @@ class SnapshotPuller(WeightSource):
             self._offered, self._not_before = list(folders), 0.0
             self._changed.notify()
 
+    def take(self) -> StagedWeights | None:
+        if staged := super().take():
+            self._loading = staged.version
+        return staged
+
     def refuse(self, why: str, wrong: bool = False) -> None:
         with self._changed:
-            if self._taken:
-                self.refused.put((self._taken, why))
-            self._taken, self._not_before = None, clock.now() + RETRY_S
+            if self._loading:
+                self.refused.put((self._loading, why))
+            if self._taken == self._loading:  # otherwise a newer one has been read meanwhile
+                self._taken = None
+            self._not_before = clock.now() + RETRY_S
 
     def forget(self) -> None:
         super().forget()

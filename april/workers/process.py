@@ -131,7 +131,7 @@ def make_weight_loaders(
         adapts: Callable[[], bool] = lambda: False,
     ) -> WeightSource:
         if pulls:
-            return SnapshotPuller(WeightFolders.of(config), config.weights.transfer_deadline_s, up)
+            return SnapshotPuller(WeightFolders.to_read(config), config.weights.transfer_deadline_s, up)
         return WeightReceiver(config.weights, new_uid(channel), channel, device, keys, server, up, base, adapts)
 
     return ENGINES.find(config.worker.engine).weight_loaders(config, engine, name, make_source)

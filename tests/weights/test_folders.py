@@ -7,13 +7,14 @@ import time
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from april.broker.ledger.transitions import OFFERED_FOLDERS
 from april.config import Config
 from april.config.stored import CHECKSUMS_FILE
-from april.learner.snapshot_writing import model_files
+from april.learner.snapshot_writing import MOST_BYTES, model_files
 from april.util import clock
 from april.util.objects import ObjectStore, StoreError
 from april.weights import folders as folders_module
@@ -79,6 +80,14 @@ def test_transformers_loads_a_snapshot_as_it_is(folders, policy_folder, tmp_path
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "weights" / name_of(version), dtype=torch.float32)
     model.load_state_dict(state, strict=False)
     assert all(torch.equal(each, model.state_dict()[name]) for name, each in found.state_dict().items())
+
+
+def test_a_snapshot_has_no_foreign_or_large_file_of_the_model_s_folder(tmp_path):
+    taken = {"config.json", "tokenizer.json", "chat_template.jinja", "modeling_own.py"}
+    others = {CANARY_FILE, CHECKSUMS_FILE, ".DS_Store", "tf_model.h5", "model.onnx", "rust_model.ot", "model.gguf"}
+    for name in taken | others | {"video.mp4"}:
+        (tmp_path / name).write_bytes(b"x" * (MOST_BYTES + 1 if name in ("tokenizer.json", "video.mp4") else 1))
+    assert model_files(tmp_path).keys() == taken
 
 
 def flip(path):
@@ -182,6 +191,17 @@ def test_an_engine_gets_lost_and_refused_weights_again_and_no_others_twice(pulle
     assert taken(puller).version == second.version and not puller.has_staged
 
 
+def test_a_refusal_is_of_the_version_that_the_engine_was_given(puller, folders):
+    first, second = write(folders, Version(0, 1)), write(folders, Version(0, 2))
+    puller.offer([first])
+    taken(puller)
+    puller.offer([second, first])
+    wait_until(lambda: puller.has_staged)
+    puller.refuse("not these")
+    assert puller.refused.get(timeout=PATIENCE_S) == (first.version, "not these")
+    assert taken(puller).version == second.version
+
+
 def test_nothing_is_read_for_an_engine_that_is_down(folders):
     up = [False]
     puller = SnapshotPuller(folders, PATIENCE_S, lambda: up[0])
@@ -218,6 +238,22 @@ def test_a_run_keeps_the_snapshots_that_it_has_told_of_beside_those_of_an_earlie
         write(folders, version)
     folders.prune(told, reading_s=0.0)
     assert {name.partition("/")[0] for name in folders.objects.names()} == set(map(name_of, told))
+
+
+class SilentFiles(LocalFileSystem):
+    """A file system that never answers how large a file is."""
+
+    def size(self, path):
+        threading.Event().wait()
+
+
+def test_a_read_that_stalls_is_given_up(folders, policy_folder, monkeypatch):
+    written = write(folders, Version(0, 1))
+    reading = WeightFolders.to_read(config_of(policy_folder, "weights", "run", transfer_deadline_s=0.2))
+    reading.objects.url = folders.objects.url
+    monkeypatch.setattr("april.util.objects.connect", lambda url: SilentFiles())
+    with pytest.raises(StoreError, match="no answer"):
+        reading.read(written, ReusedBuffers(), PATIENCE_S)
 
 
 @pytest.mark.parametrize("folder", ["auto", "weights", "memory://bucket/weights"])
