@@ -130,7 +130,7 @@ class PromptBook:
         if not self.rows.with_images:
             return
         order, (begun_epoch, begun) = self._order(epoch), self._prepared_until
-        if self._draws or epoch < begun_epoch:  # a sampler's choice, or a prompt that was queued again
+        if (self._draws and epoch) or epoch < begun_epoch:  # a sampler's choice, or a prompt that was queued again
             return self.preparation.begin(self.rows, self.rows[int(order[position])].images)
         begin = max(position, begun) if epoch == begun_epoch else position
         end = min(position + PROMPTS_AHEAD, len(order))
