@@ -185,10 +185,11 @@ def test_a_function_of_a_group_gets_the_row_s_messages():
 def test_only_a_reward_that_gets_the_row_s_prompt_is_sent_it():
     row = DatasetRow([{"role": "user", "content": "1+1="}], "2")
     for name in ("trl:theirs:right", "group:trl:theirs:right", "trl_text:theirs:of_texts", "verifiers:theirs:asked"):
-        assert json.loads(row_prompt(row, name)) == row.prompt
+        assert json.loads(row_prompt(row, [name])) == row.prompt
     for name in ("exact", "verl:theirs:grade", "group:theirs:right", "theirs:right"):
-        assert row_prompt(row, name) == ""
-    assert row_prompt(DatasetRow("", "2"), "trl:theirs:right") == "", "a prompt that a trainer submits has no row"
+        assert row_prompt(row, [name]) == ""
+    assert row_prompt(row, ["exact", "trl:theirs:right"]), "a part of the reward gets it"
+    assert row_prompt(DatasetRow("", "2"), ["trl:theirs:right"]) == "", "a prompt that a trainer submits has no row"
 
 
 def test_a_function_of_trl_may_see_the_whole_group():
