@@ -84,12 +84,12 @@ def measure_joins(folder: Path, ranks: int, model_bytes: int, turns: int) -> tup
     import torch
 
     from april.util.objects import ObjectStore
-    from april.weights.folders import READERS, TENSORS, WeightFolders
+    from april.weights.folders import READERS, TENSORS, SnapshotFolders
     from april.weights.puller import SnapshotPuller
     from april.weights.snapshot import pack
     from april.wire.message import Version
 
-    folders, version, values = WeightFolders(ObjectStore(str(folder))), Version(0, 0), TENSOR_BYTES // 2
+    folders, version, values = SnapshotFolders(ObjectStore(str(folder))), Version(0, 0), TENSOR_BYTES // 2
     files = []
     for rank in range(ranks):
         count = model_bytes // TENSOR_BYTES // ranks

@@ -25,7 +25,7 @@ class KnownImage:
     """A prepared image, whose pixels are on disk."""
 
     name: str
-    """sha256 of its file in hex."""
+    """The sha256 of its file in hex."""
     tokens: int
     """Number of tokens of the prompt that the image takes."""
 

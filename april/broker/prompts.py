@@ -14,7 +14,7 @@ from april.broker.image_preparation import PROMPTS_AHEAD, ImagePreparation
 from april.broker.images import ImageStore
 from april.broker.ledger.events import Event, EventArray, PromptSubmitted
 from april.broker.ledger.ledger import Ledger
-from april.broker.samplers.draws import Draws, draws_in_order
+from april.broker.samplers.draws import SampledOrder, draws_in_order
 from april.config import Config, ConfigError, ScheduleSection
 from april.config.data import EvaluationSet
 from april.config.teachers import teacher_of
@@ -355,11 +355,11 @@ class SubmittedPrompts(PromptBook):
         )
 
 
-def draws_of(section: ScheduleSection, prompts: PromptBook) -> Draws | None:
+def draws_of(section: ScheduleSection, prompts: PromptBook) -> SampledOrder | None:
     """What chooses among the prompts of files by `schedule.sampler`; None for the seeded order of each epoch."""
     if draws_in_order(section):
         return None
-    return Draws(
+    return SampledOrder(
         section,
         len(prompts.rows),
         lambda epoch: prompts.rows.order(prompts.seed, epoch),

@@ -23,7 +23,7 @@ from april.util.objects import StoreError
 from april.weights import TRANSPORTS
 from april.weights.base import AdapterWeights
 from april.weights.canary import Canary
-from april.weights.folders import KEPT, WeightFolders, WrittenFile
+from april.weights.folders import KEPT, SnapshotFolders, WrittenFile
 from april.weights.snapshot import Snapshot, pack
 from april.wire.message import Version
 from april.wire.training import WeightFolder
@@ -46,7 +46,7 @@ class SnapshotWriting:
         """`tell` tells the broker of a snapshot; None except on rank 0. Raises ConfigError if `weights.folder` cannot
         be used. Collective."""
         self.config, self.tell = config, tell
-        self.folders = WeightFolders.of(config)
+        self.folders = SnapshotFolders.of(config)
         self.group = long_wait_group()  # a rank may write for as long as its store lets bytes through
         self.others = model_files(config.model.path) if tell else {}
         """Content of the model folder's other files, by name; only on rank 0."""

@@ -71,7 +71,7 @@ class WrittenFile:
     """Bytes of the tensors."""
 
 
-class WeightFolders:
+class SnapshotFolders:
     """The snapshots of one run. Methods that write or read raise StoreError."""
 
     def __init__(self, objects: ObjectStore):
@@ -80,12 +80,12 @@ class WeightFolders:
         """Time at which each snapshot was first found superseded, Unix time in seconds."""
 
     @classmethod
-    def of(cls, config: Config) -> "WeightFolders":
+    def of(cls, config: Config) -> "SnapshotFolders":
         """The snapshots of a run, in `weights.folder`, for a rank that writes them. Contacts no store yet."""
         return cls(ObjectStore(url_of(config)))
 
     @classmethod
-    def to_read(cls, config: Config) -> "WeightFolders":
+    def to_read(cls, config: Config) -> "SnapshotFolders":
         """The same for a worker. A call that gets no bytes is given up within `weights.transfer_deadline_s`, and is not
         retried: the worker uses another snapshot, and tries this one again."""
         timeout_s = config.weights.transfer_deadline_s / WAITS_OF_A_CALL

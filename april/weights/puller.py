@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from april.util import clock
 from april.util.lifetime import PartThread
 from april.util.objects import StoreError
-from april.weights.folders import WeightFolders
+from april.weights.folders import SnapshotFolders
 from april.weights.snapshot import ReusedBuffers, SnapshotError
 from april.weights.source import StagedWeights, WeightSource
 from april.wire.message import Version
@@ -29,7 +29,7 @@ POLL_S = 0.5
 class SnapshotPuller(WeightSource):
     """Reads the newest snapshot that the broker has told of, and the one before if that cannot be used."""
 
-    def __init__(self, folders: WeightFolders, timeout_s: float, up: Callable[[], bool] = lambda: True):
+    def __init__(self, folders: SnapshotFolders, timeout_s: float, up: Callable[[], bool] = lambda: True):
         """`timeout_s`: longest time to read a snapshot. `up`: whether the engine is up; nothing is read while it is
         down."""
         super().__init__()

@@ -116,7 +116,7 @@ def make_weight_loaders(
     """Weight loaders of the engine, one for each weight channel that its entry asks for."""
     from april.weights import TRANSPORTS
     from april.weights.base import BaseWeights
-    from april.weights.folders import WeightFolders
+    from april.weights.folders import SnapshotFolders
     from april.weights.puller import SnapshotPuller
     from april.weights.receiver import WeightReceiver
     from april.weights.source import WeightSource
@@ -131,7 +131,7 @@ def make_weight_loaders(
         adapts: Callable[[], bool] = lambda: False,
     ) -> WeightSource:
         if pulls:
-            return SnapshotPuller(WeightFolders.to_read(config), config.weights.transfer_deadline_s, up)
+            return SnapshotPuller(SnapshotFolders.to_read(config), config.weights.transfer_deadline_s, up)
         return WeightReceiver(config.weights, new_uid(channel), channel, device, keys, server, up, base, adapts)
 
     return ENGINES.find(config.worker.engine).weight_loaders(config, engine, name, make_source)

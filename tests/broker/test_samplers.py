@@ -10,7 +10,7 @@ from april.broker.ledger.events import GroupOpened
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.row_tallies import RowTallies
 from april.broker.ledger.rules import Rules
-from april.broker.samplers.draws import Draws, SamplerFailed, check_sampler
+from april.broker.samplers.draws import SampledOrder, SamplerFailed, check_sampler
 from april.broker.samplers.samplers import difficulty, spread
 from april.config import ConfigError, ScheduleSection
 from april.data.dataset import epoch_order
@@ -27,7 +27,7 @@ class SmallPrompts:
     def __init__(self, sampler, floor=FLOOR, rows=ROWS):
         self.order = lambda epoch: epoch_order(rows, 3, epoch, shuffle=True)
         section = ScheduleSection(sampler=sampler, sampler_floor=floor)
-        self.draws = Draws(section, rows, self.order, lambda row: row != UNUSABLE)
+        self.draws = SampledOrder(section, rows, self.order, lambda row: row != UNUSABLE)
 
     def draw(self, cursor):
         return *cursor, b""
@@ -146,7 +146,7 @@ def test_hopeless_prompts_are_drawn_seldom_and_none_is_forgotten(sampler):
 def test_the_prompt_of_the_largest_weight_times_age_is_drawn_also_where_an_epoch_has_rows_twice_or_not_at_all(data):
     order = data.draw(st.lists(st.integers(0, ROWS - 1), min_size=4).filter(lambda rows: {*rows} != {UNUSABLE}))
     rows, section = RowTallies(), ScheduleSection(sampler="difficulty", sampler_floor=FLOOR)
-    draws = Draws(section, ROWS, lambda epoch: np.array(order), lambda row: row != UNUSABLE)
+    draws = SampledOrder(section, ROWS, lambda epoch: np.array(order), lambda row: row != UNUSABLE)
     for _ in range(2 * ROWS):
         _, position = draws.choose(rows, (0, 0))
         assert position == urgent_position(rows.first(ROWS), order, FLOOR)
@@ -158,7 +158,7 @@ def test_the_prompt_of_the_largest_weight_times_age_is_drawn_also_where_an_epoch
 def test_a_prompt_that_cannot_be_used_any_more_is_left_for_another_of_the_same_epoch():
     usable = {0, 1, 2}
     section = ScheduleSection(sampler="difficulty", sampler_floor=FLOOR)
-    draws, rows = Draws(section, 3, lambda epoch: np.array([2, 0, 1]), usable.__contains__), RowTallies()
+    draws, rows = SampledOrder(section, 3, lambda epoch: np.array([2, 0, 1]), usable.__contains__), RowTallies()
     assert draws.choose(rows, (0, 0)) == (0, 0)
     usable.remove(2)
     assert draws.choose(rows, (0, 0)) == (0, 1)

@@ -19,7 +19,7 @@ from april.util import clock
 from april.util.objects import ObjectStore, StoreError
 from april.weights import folders as folders_module
 from april.weights.canary import Canary
-from april.weights.folders import CANARY_FILE, INDEX_FILE, KEPT, WeightFolders, name_of
+from april.weights.folders import CANARY_FILE, INDEX_FILE, KEPT, SnapshotFolders, name_of
 from april.weights.puller import SnapshotPuller
 from april.weights.snapshot import ReusedBuffers, SnapshotError, pack
 from april.wire.message import Version
@@ -57,7 +57,7 @@ def same(found, step):
 
 def test_what_is_read_is_what_was_written(objects, monkeypatch):
     monkeypatch.setattr(folders_module, "FILE_BYTES", 2000)
-    folders = WeightFolders(objects)
+    folders = SnapshotFolders(objects)
     written = write(folders, Version(1, 7))
     tensors, canary = folders.read(written, ReusedBuffers(), PATIENCE_S)
     assert same(tensors, 7) and canary == CANARY
@@ -67,7 +67,7 @@ def test_what_is_read_is_what_was_written(objects, monkeypatch):
 
 @pytest.fixture
 def folders(tmp_path):
-    return WeightFolders(ObjectStore(str(tmp_path / "weights"), delays_s=()))
+    return SnapshotFolders(ObjectStore(str(tmp_path / "weights"), delays_s=()))
 
 
 def test_transformers_loads_a_snapshot_as_it_is(folders, policy_folder, tmp_path):
@@ -116,7 +116,7 @@ def test_a_damaged_file_is_refused(folders, tmp_path, name, harm):
 def test_no_file_is_being_read_any_more_once_a_snapshot_has_been_given_up(folders, tmp_path, monkeypatch):
     written = write(folders, Version(0, 1))
     (tmp_path / "weights" / name_of(written.version) / "model-0000-0000.safetensors").unlink()
-    failed, ended, read_file = threading.Event(), [], WeightFolders._read_file
+    failed, ended, read_file = threading.Event(), [], SnapshotFolders._read_file
 
     def read(self, folder, name, *others):
         if "model-0001" in name:
@@ -128,7 +128,7 @@ def test_no_file_is_being_read_any_more_once_a_snapshot_has_been_given_up(folder
             failed.set()
             ended.append(name)
 
-    monkeypatch.setattr(WeightFolders, "_read_file", read)
+    monkeypatch.setattr(SnapshotFolders, "_read_file", read)
     with pytest.raises(StoreError, match="model-0000"):
         folders.read(written, ReusedBuffers(), PATIENCE_S)
     assert len(ended) == 2
@@ -249,7 +249,7 @@ class SilentFiles(LocalFileSystem):
 
 def test_a_read_that_stalls_is_given_up(folders, policy_folder, monkeypatch):
     written = write(folders, Version(0, 1))
-    reading = WeightFolders.to_read(config_of(policy_folder, "weights", "run", transfer_deadline_s=0.2))
+    reading = SnapshotFolders.to_read(config_of(policy_folder, "weights", "run", transfer_deadline_s=0.2))
     reading.objects.url = folders.objects.url
     monkeypatch.setattr("april.util.objects.connect", lambda url: SilentFiles())
     with pytest.raises(StoreError, match="no answer"):
@@ -258,7 +258,7 @@ def test_a_read_that_stalls_is_given_up(folders, policy_folder, monkeypatch):
 
 @pytest.mark.parametrize("folder", ["auto", "weights", "memory://bucket/weights"])
 def test_each_run_has_a_place_of_its_own(folder, policy_folder):
-    urls = {WeightFolders.of(config_of(policy_folder, folder, name)).objects.url for name in ("one", "two")}
+    urls = {SnapshotFolders.of(config_of(policy_folder, folder, name)).objects.url for name in ("one", "two")}
     assert len(urls) == 2
 
 

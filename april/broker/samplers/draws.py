@@ -24,10 +24,10 @@ class SamplerFailed(ConfigError):
     """A sampler that raised an exception, or returned something other than weights; the text names it."""
 
 
-class Draws(PromptOrder):
+class SampledOrder(PromptOrder):
     """Chooses prompts by a sampler.
 
-    draws = Draws(config.schedule, rows=1000, order=dataset_order, is_usable=has_tokens)
+    draws = SampledOrder(config.schedule, rows=1000, order=dataset_order, is_usable=has_tokens)
     epoch, position = draws.choose(ledger.tallies, cursor)
     """
 
@@ -115,4 +115,4 @@ def check_sampler(section: ScheduleSection, submitted: bool) -> None:
     for row, rewards in enumerate(([0.0, 0.0], [1.0, 0.0])):
         tallies.draw(row)
         tallies.complete(row, rewards, rewards)
-    Draws(section, 3, lambda epoch: np.arange(3), lambda row: True).choose(tallies, (0, 2))
+    SampledOrder(section, 3, lambda epoch: np.arange(3), lambda row: True).choose(tallies, (0, 2))
