@@ -16,7 +16,7 @@ from april.broker.images import ImageStore
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened
 from april.config import ConfigError
-from april.data.images import name_of
+from april.data.images import name_of, prepare
 from april.data.rows import BadRow, RowImage
 from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker, joined
 from tests.support.picture_rows import picture, write_picture_tokenizer
@@ -180,11 +180,12 @@ def test_a_picture_that_changes_under_the_run_is_not_drawn_again(talk, config, t
 def test_images_are_on_disk_before_their_prompts_are_drawn(talk, config):
     """So the loop waits neither for a decoder nor for a disk when it opens the group."""
     book = talk.service.prompts
+    forget_files(talk)
     book.draw((2, 0))
-    book.preparation.close()  # with what was begun
-    upcoming = [book.row(2, position).images[0] for position in range(2)]
-    names = {book.preparation.wait_for(book.rows, image).name for image in upcoming}
-    assert names <= files(config) and names <= set(book.upcoming_images())
+    wait_for_threads(talk)
+    images = [book.row(2, position).images[0] for position in range(2)]
+    names = {prepare(book.rows.image_source(image), book.tokenizer.image_rule).name for image in images}
+    assert len(names) == 2 and names <= files(config) and names <= set(book.upcoming_images())
 
 
 def test_the_image_of_a_held_out_prompt_stays_for_the_next_evaluation(talk, config):
@@ -229,11 +230,15 @@ def refused_for_want_of_room(store, name, png):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def wait_for_threads(talk):
+    for begun in talk.service.prompts.preparation._prepared.values():
+        begun.exception()
+
+
 def forget_files(talk):
     """Have the images of the run gone from disk, as they are once the journal was reclaimed."""
     store = talk.service.payloads.images
-    for begun in talk.service.prompts.preparation._prepared.values():
-        begun.exception()
+    wait_for_threads(talk)
     for name in files(talk.config):
         store._path(name).unlink()
         store._kept.discard(name)
