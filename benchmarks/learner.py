@@ -36,7 +36,8 @@ from april.launch.memory import LOGIT_BYTES
 from april.launch.plan import needs_of
 from april.learner import performance
 from april.learner.batch import TrainingBatch, TrainSample
-from april.learner.model import LOGITS_PER_CHUNK, Policy, load, score_tokens
+from april.learner.head import LOGITS_PER_CHUNK, score_tokens
+from april.learner.model import Policy, load
 from april.learner.packing import input_tokens, pack, plan
 from april.learner.policy.warm_start import Recipe, build_model, build_tokenizer, save_policy
 from april.learner.samples import SampleWriter

@@ -8,22 +8,28 @@ import numpy as np
 import torch
 
 from april.config import Config
+from april.config.section import bound
 from april.learner.batch import TrainSample
+from april.learner.losses import DIVERGENCES
 from april.learner.losses.columns import MAX_LOG_RATIO, Spans
 from april.learner.losses.distillation import reverse_kl
 from april.learner.losses.gdpo import gdpo
 from april.learner.losses.pass_at_k import pass_at_k
+from april.learner.packing import HeadInputs
+from april.learner.teacher import divergence_from
 from april.learner.turns import turn_returns
 from april.wire.message import Version
 
 DISCOUNTS = (0.0, 0.5, 1.0)
 GROUPS, SAMPLES, PARTS, TURNS = 12, 8, 3, 9
+TARGETS, IDS = 5, 1_000_000
+"""Targets, and ids of a head so large that a piece has few targets."""
 Generator = np.random.Generator
 
 
 def gaps(rng: Generator) -> Iterator[float]:
     """Largest absolute difference of each case."""
-    for of_method in (distillation_gaps, gdpo_gaps, pass_at_k_gaps, turn_gaps):
+    for of_method in (distillation_gaps, divergence_gaps, gdpo_gaps, pass_at_k_gaps, turn_gaps):
         yield from of_method(rng)
 
 
@@ -39,6 +45,29 @@ def distillation_gaps(rng: Generator) -> Iterator[float]:
             gains = np.clip(teacher - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)[end - length : end]
             powers = np.power(discount, np.subtract.outer(np.arange(length), np.arange(length)).T.clip(0))
             yield float(np.abs(found[end - length : end] - np.triu(powers) @ gains).max())
+
+
+def divergence_gaps(rng: Generator) -> Iterator[float]:
+    """Of the values, and of the gradients by hidden states and by the head, of some pieces."""
+    mix, (teacher, policy) = 0.3, [torch.from_numpy(rng.normal(size=(IDS, width))) for width in (12, 8)]
+    seen, hidden = (torch.from_numpy(rng.normal(size=(TARGETS, width))) for width in (12, 8))
+    inputs = hidden.requires_grad_(), policy.requires_grad_()
+
+    def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (one * (one / other).log()).sum(-1)
+
+    p, q = (seen @ teacher.T).softmax(-1), (hidden @ policy.T / 0.8).softmax(-1)
+    mixed = mix * p + (1 - mix) * q
+    definitions = {"forward_kl": kl(p, q), "reverse_kl": kl(q, p)}
+    definitions["jensen_shannon"] = mix * kl(p, mixed) + (1 - mix) * kl(q, mixed)
+    for name, expected in definitions.items():
+        divergence = bound(DIVERGENCES.find(name), configured(divergence_mix=mix).algorithm)
+        heads = HeadInputs(seen, teacher, 1.0, None), HeadInputs(hidden, policy, 0.8, None)
+        found = divergence_from(heads[0], divergence, heads[1])
+        yield float((found - expected).abs().max())
+        gradients = (torch.autograd.grad(each.sum(), inputs, retain_graph=True) for each in (found, expected))
+        for one, other in zip(*gradients, strict=True):
+            yield float((one - other).abs().max())
 
 
 def gdpo_gaps(rng: Generator) -> Iterator[float]:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from april.learner.model import empty_policy, load_sharded, score_tokens
+from april.learner.head import score_tokens
+from april.learner.model import empty_policy, load_sharded
 
 TOKENS, VOCABULARY, HIDDEN = 2048, 151_936, 256
 RANKS = 4

@@ -153,7 +153,7 @@ KEY_SECTIONS = {"worker.engine": "engine"}
 
 FUNCTION_KEYS = (
     "algorithm.loss", "algorithm.corrections", "algorithm.advantage", "algorithm.step_scale", "algorithm.distillation",
-    "algorithm.length_penalty", "schedule.group_filter",
+    "algorithm.divergence", "algorithm.length_penalty", "schedule.group_filter",
     "schedule.sampler",
 )  # fmt: skip
 """Keys that name functions whose keyword-only parameters are keys of the section."""

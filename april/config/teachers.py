@@ -3,6 +3,7 @@
 import re
 
 from april.config.sections import Config
+from april.config.workers import TeacherSection
 from april.util.errors import refuse
 
 TEACHER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -15,9 +16,10 @@ def check_teachers(config: Config) -> None:
             refuse("teacher", name, "is no name", "use up to 64 letters, digits, full stops, - and _")
         if teacher.url and not re.match(r"https?://[^/\s@]+$", teacher.url.rstrip("/")):
             refuse(f"teacher.{name}.url", teacher.url, "is no address of a server", "give it as http://HOST:PORT")
-    if config.teacher and config.reward.where != "scorer":
+    asked = [name for name, teacher in config.teacher.items() if teacher.where == "scorer"]
+    if asked and config.reward.where != "scorer":
         refuse("reward.where", config.reward.where, "has nobody to ask [teacher]", "set it to 'scorer'")
-    if config.teacher and config.agent.is_set:
+    if asked and config.agent.is_set:
         refuse("teacher", sorted(config.teacher), "is for samples without agents", "leave out [agent] or [teacher]")
     for number, source in enumerate(config.data.sources):
         if source.teacher and source.teacher not in config.teacher:
@@ -28,18 +30,46 @@ def check_teachers(config: Config) -> None:
             refuse(f"data.sources.{number}.teacher", "", "leaves the teacher open", fix)
     if len(config.teacher) > 1 and not config.data.sources:
         refuse("teacher", sorted(config.teacher), "has several for one source", "name one for each of data.sources")
-    if config.algorithm.distillation and not config.teacher:
-        refuse("algorithm.distillation", config.algorithm.distillation, "has no teacher", "add a [teacher.NAME]")
-    if config.algorithm.distillation and config.sampling.is_cut:
-        refuse(
-            "algorithm.distillation",
-            config.algorithm.distillation,
-            "compares whole distributions, and sampling.top_k, top_p or min_p cuts the policy's",
-            "leave those out",
-        )
+    check_held_teacher(config)
+    if config.algorithm.distillation and not asked:
+        fix = "add a [teacher.NAME] that scorers ask"
+        refuse("algorithm.distillation", config.algorithm.distillation, "has no teacher", fix)
+    for key in ("distillation", "divergence"):
+        name = getattr(config.algorithm, key)
+        if name and config.sampling.is_cut:
+            why = "compares whole distributions, and sampling.top_k, top_p or min_p cuts the policy's"
+            refuse(f"algorithm.{key}", name, why, "leave those out")
+
+
+def check_held_teacher(config: Config) -> None:
+    """Refuse a teacher held by the learner that is no model folder, that does nothing or is one of several, and a
+    divergence without one."""
+    divergence = config.algorithm.divergence
+    for name, teacher in config.teacher.items():
+        key = f"teacher.{name}"
+        if teacher.where == "scorer":
+            continue
+        if teacher.url:
+            fix = "leave its url out, or have scorers ask it"
+            refuse(f"{key}.where", teacher.where, "is for a model folder, and this is a server", fix)
+        if len(config.teacher) > 1:
+            fix = "leave out the other teachers"
+            refuse(f"{key}.where", teacher.where, "has one teacher for all samples", fix)
+        if not divergence:
+            refuse(f"{key}.where", teacher.where, "teaches nothing", "set algorithm.divergence")
+    if divergence and held_teacher(config) is None:
+        fix = "add a [teacher.NAME] with where = 'learner'"
+        refuse("algorithm.divergence", divergence, "has no teacher that the learner holds", fix)
+
+
+def held_teacher(config: Config) -> TeacherSection | None:
+    """The teacher that the learner holds; None without one."""
+    return next((teacher for teacher in config.teacher.values() if teacher.where == "learner"), None)
 
 
 def teacher_of(config: Config, source: int) -> str:
-    """Name of the teacher of a training source, by its number; "" without one."""
+    """Name of the teacher that scorers ask for the samples of a training source, by its number; "" without one."""
+    if held_teacher(config):
+        return ""
     sources = config.data.sources
     return (sources[source].teacher if sources else "") or next(iter(config.teacher), "")

@@ -268,6 +268,25 @@ class AlgorithmSection(Section):
         description="Factor per token with which later tokens count in the advantage of algorithm.distillation. 0: a "
         "token answers for itself alone, which has least variance.",
     )
+    divergence: str = Field(
+        "",
+        description="Divergence of the policy from a teacher that the learner holds (teacher.NAME.where = 'learner'), "
+        "over the whole vocabulary at each token, added to the loss: forward_kl, reverse_kl, jensen_shannon, or yours "
+        "as package.module:function. All samples are computed then. Empty: none.",
+    )
+    divergence_coef: float = Field(
+        1.0,
+        gt=0,
+        description="Factor on algorithm.divergence in the loss. A high value follows the teacher more than the "
+        "reward.",
+    )
+    divergence_mix: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Divergence jensen_shannon: the teacher's share of the mixture that teacher and policy are "
+        "compared with. A low value is like the forward KL, a high one like the reverse.",
+    )
 
 
 # --- critic -----------------------------------------------------------------------------------------------------------

@@ -206,8 +206,8 @@ class ScorerSection(Section):
 
 
 class TeacherSection(Section):
-    """A model that gives the log-probability of each token of the policy, as the token score of its name. Scorers ask
-    it (`reward.where = "scorer"`)."""
+    """A model that teaches the policy at each token. Scorers ask it for the log-probabilities of the sampled tokens,
+    the token score of its name (`reward.where = "scorer"`); or the learner holds it."""
 
     kind: str = Field(
         "transformers",
@@ -217,6 +217,11 @@ class TeacherSection(Section):
     path: Path = Field(
         description="Hugging Face folder of the teacher. Of a server: a folder with its tokeniser, which must be that "
         "of the policy.",
+    )
+    where: Literal["scorer", "learner"] = Field(
+        "scorer",
+        description="Who asks it: scorers, for algorithm.distillation, or the learner, which holds a model folder on "
+        "its own ranks, for algorithm.divergence.",
     )
     url: str = Field("", description="Address of the server, http://HOST:PORT. Empty for a model folder.")
     url_key_variable: str = Field(

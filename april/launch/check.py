@@ -47,7 +47,15 @@ from april.launch.devices import check_nodes, numa_nodes, place_parts
 from april.launch.findings import Findings
 from april.launch.memory import adapter_parameters, has_tensors, plan_memory
 from april.learner.backends import BACKENDS
-from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, LENGTH_PENALTIES, LOSSES, STEP_SCALES
+from april.learner.losses import (
+    ADVANTAGES,
+    CORRECTIONS,
+    DISTILLATIONS,
+    DIVERGENCES,
+    LENGTH_PENALTIES,
+    LOSSES,
+    STEP_SCALES,
+)
 from april.learner.optimizers import OPTIMIZERS, check_installed
 from april.util.errors import NotTried, refuse
 from april.util.files import has_weights, weight_files
@@ -206,6 +214,7 @@ def check_learner_parts(config: Config) -> bool:
     algorithm = config.algorithm
     named = {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage), (OPTIMIZERS, config.learner.optimizer)}
     named |= {(STEP_SCALES, algorithm.step_scale), (DISTILLATIONS, algorithm.distillation)}
+    named |= {(DIVERGENCES, algorithm.divergence)}
     named |= {(CORRECTIONS, name) for name in algorithm.corrections} | {(LENGTH_PENALTIES, algorithm.length_penalty)}
     named = {(registry, name) for registry, name in named if name}
     own = any(name not in registry.shipped for registry, name in named)
@@ -250,7 +259,10 @@ def try_objective(config: Config, device: str) -> None:
             objective.estimator(tokens.advantages, tokens.behaviour_logprobs, tokens.spans, config.critic)
         logprobs = (0.9 * tokens.behaviour_logprobs).requires_grad_()
         tokens = replace(tokens, scores={"reference_logprobs": tokens.behaviour_logprobs})
-        loss = objective.loss(logprobs, torch.ones_like(logprobs), tokens, StepTotals(place))
+        rows = (logprobs[:, None] * torch.tensor([1.0, 2.0], device=place)).log_softmax(-1)
+        divergences = objective.divergence(rows.detach().flip(1), rows) if objective.divergence else None
+        ones = torch.ones_like(logprobs)
+        loss = objective.loss(logprobs, ones, tokens, StepTotals(place), divergences=divergences)
         loss.backward()
         objective.step_scale({"off_policy_share": 0.5, "sequence_ess": 0.5})
     except ConfigError:

@@ -11,6 +11,7 @@ from typing import Any
 from april.broker.header import StoredTensor, tensors_of
 from april.config import Config
 from april.config.advantages import needs_values
+from april.config.teachers import held_teacher
 from april.config.training import check_base, layers_to_adapt
 from april.launch.devices import memory_here
 from april.learner.optimizers import state_bytes
@@ -164,7 +165,7 @@ HEAD_BYTES = 12
 """Temporary bytes per parameter of the output head: bfloat16 weight and gradient, and two float32 copies of the
 gradient."""
 BLOCK_LOGITS = 1 << 27
-"""Most logits in a block: `LOGITS_PER_ACCELERATOR_CHUNK` of `april/learner/model.py`."""
+"""Most logits in a block: `LOGITS_PER_ACCELERATOR_CHUNK` of `april/learner/head.py`."""
 LOGIT_BYTES = 12
 """Bytes per logit of a block: logit, log-probability, and the loss's temporaries."""
 CONTEXT_BYTES = GIB
@@ -196,7 +197,15 @@ def states_bytes(config: Config, shape: ModelShape) -> float:
         resident, trained = resident + shape.parameters, trained + shape.parameters
     each = VALUE_BYTES[config.learner.master_weights]
     trained_bytes = each + state_bytes(config.learner)
-    return (resident * each - saved + trained * trained_bytes) // config.learner.ranks
+    return (resident * each - saved + trained * trained_bytes + teacher_bytes(config)) // config.learner.ranks
+
+
+def teacher_bytes(config: Config) -> float:
+    """Bytes of the weights of a teacher that the learner holds, over all ranks: bfloat16 if they are that in its
+    folder, otherwise fp32."""
+    teacher = held_teacher(config)
+    tensors = all_tensors(teacher.path) if teacher else iter(())
+    return sum(math.prod(each.shape) * (2 if each.kind.startswith("BF16") else 4) for each in tensors)
 
 
 def activations_bytes(config: Config, shape: ModelShape) -> float:

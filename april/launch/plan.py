@@ -22,6 +22,7 @@ from april.launch.memory import (
     divide,
     pass_tokens,
     read_shape,
+    teacher_bytes,
 )
 from april.learner.backends import BACKENDS
 from april.learner.optimizers import SMALLER, WHOLE_MATRICES, state_bytes
@@ -89,7 +90,7 @@ def needs_of(config: Config) -> Needs:
     if section.activation_checkpointing:  # the head is done with before the first layer is computed again
         kept, head = sizes.layers * sizes.hidden * (4 if fp32 else 2), max(head, tokens * sizes.largest_bytes)
     learner = {
-        "weights": (policy * (2 if has_reference else 1) + critics * each) / ranks,
+        "weights": (policy * (2 if has_reference else 1) + critics * each + teacher_bytes(config)) / ranks,
         "gradients": trained * each / ranks,
         "optimizer": trained * state_bytes(section, sizes.matrices / max(1, sizes.trained)) / ranks,
         "activations": tokens * kept,

@@ -283,7 +283,7 @@ class CheckpointCopies:
         """Remove the copies of all checkpoints but the newest `keep` and those of the steps `besides`."""
 
     def export(self, folder: Path) -> None:
-        """Copy an exported model folder. Not collective: one rank calls it."""
+        """Copy an exported model folder. Rank 0 writes; other ranks do not wait."""
 
 
 class NeighbourDiskCopies(CheckpointCopies):
@@ -372,7 +372,8 @@ class ObjectStoreCopies(CheckpointCopies):
             self.stored.prune(keep, besides)
 
     def export(self, folder: Path) -> None:
-        self.stored.export(folder)
+        if self.disks.rank == 0:
+            self.stored.export(folder)
 
 
 def writer_of(name: str) -> int:

@@ -12,6 +12,7 @@ context.divide(model)       # once it is sharded; its forward pass takes and ret
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import gcd
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from april.learner.attention_kernels import Exchange
 from april.learner.loading import ModelError
 from april.learner.losses.ranks import Ranks
 from april.learner.mixers import mixers_in
-from april.learner.packing import MicroBatch
+from april.learner.packing import HeadInputs, MicroBatch
 from april.learner.vision import text_model, tower
 
 
@@ -88,9 +89,13 @@ class ContextGroup:
 
     def divide(self, model: nn.Module) -> nn.Module:
         """Have a model, called with a micro-batch, compute this rank's tokens of it and return columns [K] of all its
-        targets, in place."""
+        targets, in place; asked for what its head computes from, it returns that of this rank's targets."""
+
+        def hook(module: nn.Module, arguments: tuple[MicroBatch, ...], found: Any) -> Any:
+            return found if isinstance(found, HeadInputs) else self.whole(arguments[0], found)
+
         model.register_forward_pre_hook(lambda module, arguments: (self.part(arguments[0]), *arguments[1:]))
-        model.register_forward_hook(lambda module, arguments, columns: self.whole(arguments[0], columns))
+        model.register_forward_hook(hook)
         return model
 
     def whole(self, part: MicroBatch, columns: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:

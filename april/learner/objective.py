@@ -4,7 +4,8 @@
 and the results sum to the loss of the global batch:
 
     L = sum over tokens of weight * (correction * policy_loss + behaviour_coef * (log pi - log mu)^2 / 2
-                                     + kl_coef * KL(pi || reference) - entropy_coef * entropy)
+                                     + kl_coef * KL(pi || reference) - entropy_coef * entropy
+                                     + divergence_coef * divergence(teacher, pi))
 
 mu is the behaviour policy, which sampled the token. Tokens with advantage 0 have no behaviour term, so that they need
 not be computed. With one optimizer step a batch, the current policy pi is also the policy at the start of the step.
@@ -26,7 +27,7 @@ from april.config.checks import check_algorithm
 from april.learner.batch import SampleForks, TrainingBatch, TrainSample, group_forks
 from april.learner.credit import compared_rewards, part_values, row_advantages, sample_rewards, sampled_token_count
 from april.learner.diagnostics import StepTotals, is_repetitive
-from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, LOSSES, STEP_SCALES, find_checked
+from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, DIVERGENCES, LOSSES, STEP_SCALES, find_checked
 from april.learner.losses.advantages import ROUNDING, has_spread, token_weights
 from april.learner.losses.columns import Spans, bounded, log_ratio
 from april.learner.losses.corrections import StaleTokens, interpolated_proximal
@@ -205,8 +206,11 @@ class Objective:
         self.teachers, distillation = set(config.teacher), self.section.distillation
         self.distillation = find_checked(DISTILLATIONS, distillation, self.section) if distillation else None
         """Function (teacher's log-probabilities, old ones, spans, section) -> advantages [K]; None: no distillation."""
+        divergence = self.section.divergence
+        self.divergence = find_checked(DIVERGENCES, divergence, self.section) if divergence else None
+        """Function (teacher's log-probabilities [n, V], the policy's [n, V]) -> divergences [n]; None: no such loss."""
         regularised = self.section.kl_coef > 0 or self.section.entropy_coef > 0
-        self.trains_every_sample = self.needs_values or regularised or bool(distillation)
+        self.trains_every_sample = self.needs_values or regularised or bool(distillation or divergence)
         """Whether samples whose reward gives the advantage 0 have a gradient too (such as from KL or entropy terms, or
         from a teacher); otherwise their passes are skipped."""
         self.passes = [scoring for scoring in SCORING_PASSES if scoring.is_needed(self)]
@@ -374,11 +378,12 @@ class Objective:
         tokens: ResponseTokens,
         totals: StepTotals,
         context: BatchContext | None = None,
+        divergences: Tensor | None = None,
     ) -> Tensor:
         """Contribution of a micro-batch to the loss of the global batch, a scalar; adds its metrics to `totals`.
 
-        logprobs, entropies: float32 [K] with gradients. `tokens` have the scores of `passes`; `context` is required if
-        `fixes_loss_inputs`.
+        logprobs, entropies, and with a teacher held `divergences`: float32 [K] with gradients. `tokens` have the scores
+        of `passes`; `context` is required if `fixes_loss_inputs`.
         """
         context = context or self.batch_contexts([(tokens, logprobs.detach())], logprobs.device)[0]
         correction, proximal = context.correction_weights, context.proximal_logprobs
@@ -393,6 +398,9 @@ class Objective:
             divergence = KL_ESTIMATORS[self.section.kl_estimator](logprobs, tokens.scores["reference_logprobs"])
             token_losses = token_losses + self.section.kl_coef * divergence
             columns["reference_kl"] = divergence
+        if divergences is not None:
+            token_losses = token_losses + self.section.divergence_coef * divergences
+            columns["teacher_divergence"] = divergences
         if tokens.teacher_logprobs is not None:
             columns["teacher_kl"] = k1(logprobs.detach(), tokens.teacher_logprobs).nan_to_num()
         if self.section.entropy_coef:

@@ -4,7 +4,7 @@
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -114,6 +114,19 @@ class PackedSupport:
 
 
 @dataclass(frozen=True, eq=False)
+class HeadInputs:
+    """What a head computes the logits z of K targets from: z = hidden weight^T / divisor, or with a soft cap
+    cap tanh(z / cap)."""
+
+    hidden: Tensor
+    """Last hidden states, [K, D]."""
+    weight: Tensor
+    """Weight of the head, [V, D]."""
+    divisor: float
+    cap: float | None
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """T input tokens of several concatenated sequences, and the K sampled tokens that they predict."""
 
@@ -135,6 +148,8 @@ class MicroBatch:
     """Whether this is a dummy for a rank without samples: K = 1, with zero loss and gradient."""
     images: PackedImages | None = None
     """Images of the sequences; None if those of no rank have any."""
+    divergence: Callable[[HeadInputs], Tensor] | None = None
+    """Divergence of the policy from a teacher at each target, float32 [K]; None without a teacher."""
     exchange: Exchange | None = None
     """Set if these are one rank's tokens and targets of a row that several ranks share; the sequences are the row's."""
 

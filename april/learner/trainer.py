@@ -41,6 +41,7 @@ from april.learner.optimizers.base import PartOptimizer
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
 from april.learner.performance import PhaseSeconds, Seconds
 from april.learner.store import CheckpointStore
+from april.learner.teacher import HeldTeacher
 from april.learner.token_stats import EngineGaps, TokenStats, keeps_samples
 from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
@@ -125,6 +126,7 @@ class Trainer:
         self.reference = self.backend.reference() if "reference" in models else None
         if self.reference:
             self.scorers["reference"] = partial(self.backend.scores, self.reference)
+        self.teacher = HeldTeacher.of(config, self.backend, self.objective.divergence)
         bf16, estimator = uses_bf16(section, device), self.objective.estimator
         self.critic = Critic(config, device, bf16, estimator, self.backend) if "critic" in models else None
         if self.critic:
@@ -163,6 +165,8 @@ class Trainer:
         scored = sum(scoring.model != "critic" for scoring in self.objective.passes)
         passes = performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
         operations = (passes * trained + scored) * sum(costs)
+        if self.teacher:
+            operations += self.config.learner.epochs * self.teacher.operations(prepared.samples)
         if self.critic:
             bodies = [self.backend.cost.of(input_tokens(sample), 0) for sample in prepared.samples]
             operations += (1 + performance.PASSES * self.config.learner.epochs) * sum(bodies)
@@ -239,8 +243,8 @@ class Trainer:
             part.optimizer.zero_grad()
         totals, critic_alone = StepTotals(self.device), self.trains_critic_alone
 
-        def loss(index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-            return self.micro_loss(micros[index], logprobs, entropies, totals, observe)
+        def loss(index: int, *columns: Tensor) -> Tensor:
+            return self.micro_loss(micros[index], columns, totals, observe)
 
         MAIN.at("forward and backward")
         packed = [micro.packed for micro in micros]
@@ -250,7 +254,7 @@ class Trainer:
                     loss(index, *scores)
             self.backend.free_gathered()
         else:
-            self.backend.backward(packed, loss, seconds)
+            self.backend.backward(self.teacher.shown(packed, seconds) if self.teacher else packed, loss, seconds)
         if self.critic:
             with seconds("critic_s"):
                 for micro in micros:
@@ -297,14 +301,15 @@ class Trainer:
         return micros
 
     def micro_loss(
-        self, micro: TrainMicroBatch, logprobs: Tensor, entropies: Tensor, totals: StepTotals, observe: TokenObserver
+        self, micro: TrainMicroBatch, columns: tuple[Tensor, ...], totals: StepTotals, observe: TokenObserver
     ) -> Tensor:
-        """Contribution of a micro-batch to the loss of the global batch; a dummy micro-batch contributes 0 and only
-        joins the collectives."""
+        """Contribution of a micro-batch to the loss of the global batch, from the columns of the policy's pass; a dummy
+        micro-batch contributes 0 and only joins the collectives."""
+        logprobs, entropies, *divergences = columns
         if micro.tokens is None:
             return 0.0 * logprobs.sum()
         observe(micro.indices, logprobs, entropies, micro.tokens)
-        return self.objective.loss(logprobs, entropies, micro.tokens, totals, micro.context)
+        return self.objective.loss(logprobs, entropies, micro.tokens, totals, micro.context, *divergences)
 
     def with_scores(self, micros: list[TrainMicroBatch], scoring: ScoringPass) -> list[TrainMicroBatch]:
         """Copies of `micros` with the columns of a scoring pass. Collective."""
@@ -433,7 +438,8 @@ class Trainer:
             part.optimizer.zero_grad()
             yield from (each for each in part.optimizer.tensors() if each.device.type == self.device.type)
         self.backend.free_gathered()
-        for model in filter(None, (*(part.model for part in self.parts), self.reference)):
+        held = self.teacher and self.teacher.model
+        for model in filter(None, (*(part.model for part in self.parts), self.reference, held)):
             yield from model.parameters()
             yield from model.buffers()
 
@@ -471,23 +477,17 @@ class Trainer:
         if found:
             self.checkpoints.restore(found, [self.part])
             self.write_model(self.config.exported_best)
-            self._copy(self.config.exported_best)
+            self.checkpoints.copies.export(self.config.exported_best)
 
     def export(self) -> None:
         """Write the policy as a Hugging Face folder, `checkpoints/policy`, and a LoRA adapter also into
         `checkpoints/adapter`. Rank 0 writes; the others do not wait for it."""
         self.write_model(self.config.exported_policy)
-        self._copy(self.config.exported_policy)
+        self.checkpoints.copies.export(self.config.exported_policy)
         if self.config.lora.is_set:
             base, adapter = self.config.model.named(), self.backend.adapter
             checkpoint.export_adapter(self.policy, adapter, base, self.config.exported_adapter)
-            self._copy(self.config.exported_adapter)
-
-    def _copy(self, exported: Path) -> None:
-        """Copy an exported model folder to the object store of checkpoints, if there is one. Rank 0 writes; other ranks
-        do not wait."""
-        if dist.get_rank() == 0:
-            self.checkpoints.copies.export(exported)
+            self.checkpoints.copies.export(self.config.exported_adapter)
 
     def write_model(self, out_dir: Path) -> None:
         """Write the current weights as a Hugging Face folder, in the dtype of the starting model. Collective."""

@@ -36,6 +36,7 @@ REGISTRIES = {
     "algorithm.length_penalty": "april.learner.losses:LENGTH_PENALTIES",
     "algorithm.step_scale": "april.learner.losses:STEP_SCALES",
     "algorithm.distillation": "april.learner.losses:DISTILLATIONS",
+    "algorithm.divergence": "april.learner.losses:DIVERGENCES",
     "reward.name": "april.workers.rewards:VERIFIERS",
     "environment.name": "april.workers.environments:ENVIRONMENTS",
     "agent.program": "april.agents:PROGRAMS",

@@ -11,7 +11,7 @@ from part import Part
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from april.learner import attention
-from april.learner.model import row_products
+from april.learner.head import row_products
 
 
 def check_kernels(part: Part) -> None:

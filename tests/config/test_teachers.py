@@ -4,6 +4,7 @@ import pytest
 
 from april.config import Config, ConfigError
 from april.config.teachers import check_teachers, teacher_of
+from april.learner.backends.entry import BackendEntry
 
 
 def made(**sections):
@@ -13,6 +14,7 @@ def made(**sections):
 
 TWO = {"big": {"path": "."}, "small": {"path": "."}}
 SOURCES = {"sources": [{"path": "a.jsonl", "teacher": "small"}, {"path": "b.jsonl", "teacher": "big"}]}
+HELD = {"big": {"path": ".", "where": "learner"}}
 REFUSED = {
     "'reward.where' = 'worker' has nobody to ask": {"reward": {"where": "worker"}},
     "'teacher' = .* has several for one source": {"teacher": TWO},
@@ -23,6 +25,15 @@ REFUSED = {
     "'teacher.big.url' = 'localhost' is no address": {"teacher": {"big": {"path": ".", "url": "localhost"}}},
     "'algorithm.distillation' = 'reverse_kl' has no teacher": {
         "teacher": {}, "algorithm": {"distillation": "reverse_kl"},
+    },
+    "'teacher.big.where' = 'learner' is for a model folder": {
+        "teacher": {"big": {"path": ".", "where": "learner", "kind": "vllm", "url": "http://localhost:1"}}
+    },
+    "'teacher.big.where' = 'learner' has one teacher for all": {"teacher": TWO | HELD, "data": SOURCES},
+    "'teacher.big.where' = 'learner' teaches nothing": {"teacher": HELD},
+    "'algorithm.divergence' = 'forward_kl' has no teacher that": {"algorithm": {"divergence": "forward_kl"}},
+    "'algorithm.divergence' = 'forward_kl' compares whole": {
+        "algorithm": {"divergence": "forward_kl"}, "sampling": {"top_k": 8}, "teacher": HELD,
     },
     "'algorithm.distillation' = 'reverse_kl' compares whole": {
         "algorithm": {"distillation": "reverse_kl"}, "sampling": {"top_k": 8},
@@ -43,3 +54,11 @@ def test_a_source_s_samples_have_its_teacher_or_the_only_one():
     check_teachers(several)
     assert [teacher_of(several, source) for source in (0, 1)] == ["small", "big"]
     assert teacher_of(made(teacher={}), 0) == ""
+
+
+def test_a_teacher_that_the_learner_holds_is_not_asked_by_scorers():
+    held = made(teacher=HELD, algorithm={"divergence": "forward_kl"}, reward={"where": "worker"})
+    check_teachers(held)
+    assert teacher_of(held, 0) == ""
+    with pytest.raises(ConfigError, match="'forward_kl' needs a teacher, which learner"):
+        BackendEntry.check(held)

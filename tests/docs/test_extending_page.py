@@ -281,7 +281,7 @@ PARTS = {
 
 @pytest.mark.full
 def test_a_run_works_with_all_parts_of_the_page(start_run, run_dir):
-    elsewhere = {"reward.name", "agent.program", "algorithm.distillation"}
+    elsewhere = {"reward.name", "agent.program", "algorithm.distillation", "algorithm.divergence"}
     assert PARTS.keys() - {"data.reward"} == REGISTRIES.keys() - elsewhere, "agents and teachers have their own pages"
     words = [word for key, name in PARTS.items() for word in (f"--{key}", name)]
     words += ["--environment.max_turn_tokens", "4", "--learner.ranks", "1", "--worker.count", "1"]

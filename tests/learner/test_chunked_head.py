@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from april.data.support import Support
-from april.learner import model
+from april.learner import head
 from april.learner.batch import TrainSample
 from april.learner.loading import LogitMap, ModelError, logit_map
 from april.learner.packing import pack
@@ -50,8 +50,8 @@ def supports(targets):
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "to compile"])
 @pytest.mark.parametrize("cap", [None, 6.0], ids=["", "capped"])
 def test_chunks_equal_whole_logits(used, dtype, tolerance, rows_per_chunk, cut, compiled, cap, monkeypatch):
-    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", rows_per_chunk * 50)
-    monkeypatch.setattr(model, "fused", lambda function: function)
+    monkeypatch.setattr(head, "LOGITS_PER_CHUNK", rows_per_chunk * 50)
+    monkeypatch.setattr(head, "fused", lambda function: function)
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 16).to(dtype), torch.randn(50, 16).to(dtype)
     targets, factors = torch.randint(0, 50, (23,)), {"logprob": torch.randn(23), "entropy": torch.randn(23)}
@@ -65,7 +65,7 @@ def test_chunks_equal_whole_logits(used, dtype, tolerance, rows_per_chunk, cut, 
         return [score.detach() for score in scores.values()], [tensor.grad.float() for tensor in inputs]
 
     ours, our_gradients = gradients(
-        lambda *inputs: model.score_tokens(*inputs, targets, TEMPERATURE, support, compiled, cap=cap), hidden, weight
+        lambda *inputs: head.score_tokens(*inputs, targets, TEMPERATURE, support, compiled, cap=cap), hidden, weight
     )
     theirs, their_gradients = gradients(
         lambda *inputs: written_out(*inputs, targets, drawable, cap), hidden.float(), weight.float()
@@ -116,6 +116,6 @@ def test_scales_and_soft_caps_are_found_in_what_a_model_computes(before, after, 
 
 def test_a_head_s_bias_is_a_column_of_its_weight():
     hidden, weight, bias = torch.randn(5, 8), torch.randn(11, 8), torch.randn(11)
-    rows, columns = model.with_bias(hidden, weight, bias)
+    rows, columns = head.with_bias(hidden, weight, bias)
     torch.testing.assert_close(rows @ columns.T, torch.nn.functional.linear(hidden, weight, bias))
-    assert rows.shape[1] * 4 % model.GROUPED_BYTES == 0
+    assert rows.shape[1] * 4 % head.GROUPED_BYTES == 0

@@ -29,6 +29,7 @@ CASES = {
     "critic": ({"microbatch_tokens": 40}, {"algorithm": {"advantage": "gae"}}),
     "corrections of a batch": ({"minibatches": 2}, {"algorithm": {"loss": "gspo", "corrections": ["m2po"]}}),
     "supports": ({}, {}),
+    "taught": ({"microbatch_tokens": 20}, {"algorithm": {"divergence": "reverse_kl"}}),
     "gradient norms": ({}, {"algorithm": {"advantage": "opob"}}),
 }
 """Keys of [learner], and further sections."""
@@ -45,7 +46,8 @@ def outcomes(policy, folder, ranks, size, resumed=()):
 
     def config(name, keys=(), sections=()):
         shared = {"ranks": ranks, "context_parallel": size, **dict(keys)}
-        return make_config(policy, folder / name, **dict(sections), **shared)
+        taught = {"teacher": policy} if name == "taught" else {}  # it is sampled from at another temperature
+        return make_config(policy, folder / name, **dict(sections), **taught, **shared)
 
     jobs = {
         case: job(

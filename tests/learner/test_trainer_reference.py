@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from april.learner.batch import TrainingBatch
 from tests.support.learner.comparison import equal, same
@@ -11,6 +13,7 @@ from tests.support.learner.small_learner import (
     flat_batch,
     job,
     make_config,
+    make_policy,
     make_sample,
     near_policy,
     settings,
@@ -44,6 +47,10 @@ def outcome(request, policy_folder, tmp_path_factory):
     cases["idle rank"] = (config("i", microbatch_tokens=1, **unclipped), [three_samples(policy_folder)])
     several = [batch, flat_batch(1), uneven_batch(2, policy_folder)]
     cases["three steps"] = (config("t", microbatch_tokens=64, grad_clip=0.05, weight_decay=0.1), several)
+    keys = {"divergence": "jensen_shannon", "divergence_mix": 0.3, "divergence_coef": 2.0, "advantage": "no_reward"}
+    keys |= {"normalisation": "token_mean"}
+    taught = {"teacher": make_policy(folder / "teacher", layers=1), "microbatch_tokens": 1, **unclipped}
+    cases["taught"] = (config("taught", algorithm=keys, **taught), [three_samples(policy_folder)])
     cases["all flat"] = (config("f", weight_decay=0.1), [flat_batch(0)])
     cases["warm-up"] = (config("w", warmup_steps=4), [flat_batch(0), batch, batch])
     results = run_ranks(request.param, [job(*case) for case in cases.values()], folder)
@@ -77,6 +84,24 @@ def test_updated_weights_equal_the_reference_after_several_steps(outcome, policy
 def test_the_parts_that_the_ranks_gather_are_the_weights_that_rank_0_gathers(outcome):
     result, *_ = outcome["three steps"]
     assert equal(result["from_parts"], result["weights"])
+
+
+def test_what_a_held_teacher_teaches_is_that_of_whole_distributions(outcome, policy_folder):
+    result, config, (batch,) = outcome["taught"]
+    folders = policy_folder, config.teacher["held"].path
+    policy, teacher = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
+    divergence = torch.zeros(())
+    for sample in batch.samples:
+        text, first = torch.from_numpy(sample.tokens[None, :-1]).long(), sample.prompt_tokens - 1
+        theirs = teacher(text).logits[0, first:].detach().softmax(-1)
+        ours = (policy(text).logits[0, first:] / config.sampling.temperature).softmax(-1)
+        mixed = 0.3 * theirs + 0.7 * ours
+        divergence = divergence + (0.3 * theirs * (theirs / mixed).log() + 0.7 * ours * (ours / mixed).log()).sum()
+    loss = 2 * divergence / 17
+    loss.backward()
+    assert result["metrics"][0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert result["metrics"][0]["teacher_divergence"] == pytest.approx(loss.item() / 2, rel=1e-5)
+    same(result["gradients"][0], {name: parameter.grad for name, parameter in policy.named_parameters()})
 
 
 def test_a_batch_without_reward_spread_changes_nothing_and_counts_as_a_step(outcome, policy_folder):

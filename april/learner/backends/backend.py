@@ -14,6 +14,7 @@ On a CPU the same weights, batch and number of ranks give bitwise the same resul
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from april.learner.vision import ImagePacker
 from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
 
-Loss = Callable[[int, Tensor, Tensor], Tensor]
-"""Function (index of a micro-batch, log-probabilities [K], entropies [K] of its K target tokens) -> scalar loss of the
-micro-batch."""
+Loss = Callable[..., Tensor]
+"""Function (index of a micro-batch, log-probabilities [K], entropies [K] of its K target tokens, and with a teacher the
+divergences from it [K]) -> scalar loss of the micro-batch."""
 
 
 class Backend(ABC):
@@ -62,6 +63,11 @@ class Backend(ABC):
     def reference(self) -> nn.Module:
         """The reference model: the starting policy, never updated. Collective."""
 
+    def teacher(self, path: Path) -> nn.Module:
+        """The model of a folder, never updated, at temperature 1. Collective. Only if the back end's entry
+        `holds_teachers`."""
+        raise NotImplementedError(f"{type(self).__name__} holds no teachers")
+
     def scores(
         self, model: nn.Module, micros: Sequence[MicroBatch], temperature: float | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -77,7 +83,7 @@ class Backend(ABC):
                 found = model(micro, temperature)
             yield found
 
-    def backward(self, micros: Sequence[MicroBatch], loss: Loss, seconds: Seconds = untimed) -> None:
+    def backward(self, micros: Iterable[MicroBatch], loss: Loss, seconds: Seconds = untimed) -> None:
         """Accumulate the gradients of the summed losses of the micro-batches; `loss` is called once for each, in order,
         on every rank. Collective."""
         for index, micro in enumerate(micros):

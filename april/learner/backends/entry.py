@@ -42,6 +42,9 @@ class BackendEntry:
     divides_rows: ClassVar[bool] = False
     """Whether the back end supports `learner.context_parallel`."""
 
+    holds_teachers: ClassVar[bool] = False
+    """Whether the back end holds a teacher, with which `algorithm.divergence` compares the policy."""
+
     native_files: ClassVar[Sequence[str]] = ()
     """File names that identify a native checkpoint of the back end (any one suffices); empty: the back end has no
     native format."""
@@ -85,6 +88,10 @@ class BackendEntry:
             if key == "pipeline_parallel" and each > 1:
                 ranks, whole = ranks // each, f"the {ranks // each} ranks of each of learner.pipeline_parallel = {each}"
         check_context(config, cls.divides_rows)
+        if config.algorithm.divergence and not cls.holds_teachers:
+            why = f"needs a teacher, which learner.backend = {config.learner.backend!r} does not hold"
+            fix = "leave it out, or use the default back end"
+            refuse("algorithm.divergence", config.algorithm.divergence, why, fix)
 
     @classmethod
     def installed_version(cls) -> str:

@@ -56,6 +56,12 @@ DISTILLATIONS = Registry(
     "algorithm.distillation", "distillation", {"reverse_kl": "april.learner.losses.distillation:reverse_kl"}
 )
 """Advantages of tokens from a teacher's log-probabilities."""
+DIVERGENCES = Registry(
+    "algorithm.divergence",
+    "divergence",
+    {name: f"april.learner.losses.divergences:{name}" for name in ("forward_kl", "reverse_kl", "jensen_shannon")},
+)
+"""Divergences of the policy from a teacher that the learner holds, over the whole vocabulary."""
 
 ATTRIBUTES = ("clip_of_batch", "needs_norms", "needs_parts", "needs_values", "over_the_batch")
 """Attributes by which a part says what it takes; of a callable object they may be its class's."""
@@ -114,6 +120,14 @@ def advantage_fault(result: Any, arguments: Sequence[Any]) -> str:
     return next(filter(None, map(column_fault, result, responses)), "")
 
 
+def divergence_fault(result: Any, arguments: Sequence[Any]) -> str:
+    logprobs = arguments[1]
+    if fault := column_fault(result, logprobs[:, 0]):
+        return fault
+    has_gradient = result.requires_grad or not logprobs.requires_grad
+    return "" if has_gradient else "divergences without a gradient, since they do not depend on `logprobs`"
+
+
 def scale_fault(result: Any, arguments: Sequence[Any]) -> str:
     return "" if isinstance(result, int | float) and 0 <= result < float("inf") else f"{result!r}, which is no factor"
 
@@ -122,6 +136,7 @@ FAULTS = {
     LOSSES.key: loss_fault, CORRECTIONS.key: correction_fault, ADVANTAGES.key: advantage_fault,
     LENGTH_PENALTIES.key: advantage_fault, STEP_SCALES.key: scale_fault,
     DISTILLATIONS.key: lambda result, arguments: column_fault(result, arguments[0]),
+    DIVERGENCES.key: divergence_fault,
 }  # fmt: skip
 """What is wrong with a part's result, empty if nothing is, by the key that names the part."""
 

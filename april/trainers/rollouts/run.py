@@ -359,7 +359,10 @@ def toml_text(value: Any) -> str:
 
 
 def check_needs_no_critic(config: Config) -> None:
-    """Raises ConfigError for advantages that only April's learner can compute."""
+    """Raises ConfigError for advantages, and a divergence, that only April's learner can compute."""
+    if divergence := config.algorithm.divergence:
+        why = "is from a teacher that April's learner holds, and a trainer of yours has its own, if any"
+        refuse("algorithm.divergence", divergence, why, "leave it out")
     for needs, why in (
         (needs_values, "asks for a critic, and a trainer of yours has its own, if any"),
         (needs_norms, "asks for the gradient of each response, which April's learner alone has"),

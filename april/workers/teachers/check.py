@@ -35,6 +35,11 @@ def check_teacher(config: Config, name: str, section: TeacherSection) -> None:
     if isinstance(kind, type) and issubclass(kind, ServerTeacher):
         rules = rules_of(name, section.model_copy(update={"timeout_s": min(PROBE_S, section.timeout_s)}))
         probe(key, kind(rules), policy)
+    held = config.model_copy(update={"model": config.model.model_copy(update={"path": section.path})})
+    ours, theirs = config.vocabulary or 0, held.vocabulary or 0
+    if section.where == "learner" and theirs < ours:
+        why = f"has a head of {theirs} ids, and the policy one of {ours}, of which some would have no teacher"
+        refuse(f"{key}.path", section.path, why, "take a teacher with at least as many")
 
 
 def compare(key: str, section: TeacherSection, policy: Tokenizer, teacher: Tokenizer) -> None:

@@ -53,12 +53,14 @@ def make_policy(
 
 
 def make_config(
-    policy: Path, run_folder: Path, temperature: float = 0.7, algorithm=(), lora=(), critic=(), **learner
+    policy: Path, run_folder: Path, temperature: float = 0.7, algorithm=(), lora=(), critic=(), teacher=None, **learner
 ) -> Config:
+    """`teacher`: folder of a teacher that the learner holds."""
     return Config.model_validate(
         {
             "algorithm": PLAIN_CLIP | dict(algorithm),
             "critic": dict(critic),
+            "teacher": {"held": {"path": teacher, "where": "learner"}} if teacher else {},
             "lora": dict(lora),
             "model": {"path": policy},
             "data": {"path": "unused.jsonl"},

@@ -1,5 +1,7 @@
 """Teachers: their log-probabilities become token scores, and whatever else they say is an error, never a number."""
 
+import json
+import shutil
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +15,7 @@ from msgspec.structs import replace
 from april import config as configuration
 from april.config import Config, ConfigError
 from april.data.tokenizer import Tokenizer
+from april.launch.memory import read_shape, teacher_bytes
 from april.learner.policy.warm_start import build_tokenizer
 from april.workers.rewards.messages import Score
 from april.workers.rewards.remote import RemoteError
@@ -163,6 +166,19 @@ def test_a_teacher_with_other_tokens_is_refused_with_the_first_that_differs(conf
         check_teacher(config, "big", config.teacher["big"])
     config = with_teacher(config_file, path=policy_folder)
     check_teacher(config, "big", config.teacher["big"])
+
+
+def test_a_teacher_that_the_learner_holds_is_counted_and_has_all_ids_of_the_policy(
+    config_file, policy_folder, tmp_path
+):
+    shutil.copytree(policy_folder, tmp_path / "held")
+    config = with_teacher(config_file, path=tmp_path / "held", where="learner")
+    assert teacher_bytes(config) == 4 * read_shape(policy_folder).parameters
+    assert teacher_bytes(with_teacher(config_file, path=policy_folder)) == 0
+    shape = json.loads((policy_folder / "config.json").read_text())
+    (tmp_path / "held" / "config.json").write_text(json.dumps(shape | {"vocab_size": 7}))
+    with pytest.raises(ConfigError, match="has a head of 7 ids, and the policy one of"):
+        check_teacher(config, "big", config.teacher["big"])
 
 
 def test_a_server_that_lies_about_its_tokeniser_is_refused(config_file, policy_folder):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -60,11 +61,19 @@ class FSDPBackend(Backend):
         """The policy with its adapter disabled if only the adapter is trained, otherwise a second copy of the model."""
         if self.config.lora.base_is_frozen:
             return lora.WithoutAdapter(self.policy)
-        path = self.config.model.path
-        policy = empty_policy(path, self.config.sampling.temperature).requires_grad_(False)
-        lora_section, master_weights = self.config.lora, self.config.learner.master_weights
-        frozen_base.hold_frozen(policy.lm, lora_section.base if lora_section.is_set else master_weights)
-        return self.divide(load_sharded(policy, path, self.device, self.bf16, trained=False))
+        form = self.config.lora.base if self.config.lora.is_set else self.config.learner.master_weights
+        return self.frozen(self.config.model.path, self.config.sampling.temperature, form)
+
+    def teacher(self, path: Path) -> nn.Module:
+        """A teacher in bfloat16 is held in it."""
+        return self.frozen(path, 1.0, "bf16" if checkpoint.dtype_of_folder(path) == torch.bfloat16 else "fp32")
+
+    def frozen(self, path: Path, temperature: float, form: str) -> nn.Module:
+        """The model of a folder, never updated, with its weights in a form that `lora.base` takes. Collective."""
+        model = empty_policy(path, temperature).requires_grad_(False)
+        check_sharing(model.lm, self.config.learner.context_parallel)
+        frozen_base.hold_frozen(model.lm, form)
+        return self.divide(load_sharded(model, path, self.device, self.bf16, trained=False))
 
     def divide(self, model: nn.Module) -> nn.Module:
         return self.context.divide(model) if self.context else model

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class FSDPEntry(BackendEntry):
     can_offload = True
     divides_rows = True
+    holds_teachers = True
 
     @classmethod
     def check_model(cls, config: Config) -> None:

@@ -117,8 +117,8 @@ class MegatronBackend(Backend):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(pipeline.scores(self.pipeline_ranks, model, micros, temperature))
 
-    def backward(self, micros: Sequence[MicroBatch], loss: Loss, seconds: Seconds = untimed) -> None:
-        pipeline.backward(self.pipeline_ranks, self.policy, micros, loss, seconds)
+    def backward(self, micros: Iterable[MicroBatch], loss: Loss, seconds: Seconds = untimed) -> None:
+        pipeline.backward(self.pipeline_ranks, self.policy, list(micros), loss, seconds)
 
     def load(self) -> MegatronPolicy:
         path, temperature = self.config.model.path, self.config.sampling.temperature

@@ -40,8 +40,8 @@ from april.learner.backends.megatron.names import (
     mapped_tensors,
     own_rows,
 )
+from april.learner.head import LOGITS_PER_CHUNK
 from april.learner.loading import ModelError, WeightFiles
-from april.learner.model import LOGITS_PER_CHUNK
 from april.learner.packing import MicroBatch
 
 # --- head -------------------------------------------------------------------------------------------------------------

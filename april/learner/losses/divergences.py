@@ -1,0 +1,41 @@
+"""Divergences of the policy's distribution from a teacher's, over the whole vocabulary: distillation as a loss.
+
+A part is a function (teacher_logprobs, logprobs) -> divergence of each row, [n, V], [n, V] -> [n]; the rows are
+log-probabilities of all V ids. It is differentiated by `logprobs`, so its gradient is the true one: over all ids, not
+only that of the sampled token. This module imports without torch, so that any machine can check a configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def forward_kl(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """KL(teacher || policy) = sum p_teacher (log p_teacher - log p): the policy covers all that the teacher may say.
+
+    Knowledge distillation, arXiv 1503.02531, on the policy's own samples.
+    """
+    return (teacher_logprobs.exp() * (teacher_logprobs - logprobs)).sum(-1)
+
+
+def reverse_kl(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """KL(policy || teacher) = sum p (log p - log p_teacher): the policy leaves out what the teacher would not say.
+
+    MiniLLM, arXiv 2306.08543, for each token's distribution.
+    """
+    return (logprobs.exp() * (logprobs - teacher_logprobs)).sum(-1)
+
+
+def jensen_shannon(teacher_logprobs: Tensor, logprobs: Tensor, *, divergence_mix: float) -> Tensor:
+    """b KL(teacher || m) + (1 - b) KL(policy || m), m = b p_teacher + (1 - b) p, with b = `divergence_mix`: at most
+    log 2 for b = 1/2. Divided by b it nears the forward KL for b to 0, by 1 - b the reverse KL for b to 1.
+
+    The generalised Jensen-Shannon divergence of GKD, arXiv 2306.13649, section 2.
+    """
+    theirs, ours = math.log(divergence_mix), math.log1p(-divergence_mix)
+    mixed = (teacher_logprobs + theirs).logaddexp(logprobs + ours)
+    return divergence_mix * forward_kl(teacher_logprobs, mixed) + (1 - divergence_mix) * forward_kl(logprobs, mixed)

@@ -1,0 +1,73 @@
+"""Distillation as a loss: divergences over the whole vocabulary, made by pieces, with their true gradient."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from april.config import Config
+from april.learner import teacher
+from april.learner.loading import ModelError
+from april.learner.losses import DIVERGENCES
+from april.learner.packing import HeadInputs
+from april.learner.teacher import HeldTeacher, divergence_from
+from tests.support.learner.small_learner import make_config, make_policy
+
+MIX = 0.3
+PARTS = {name: DIVERGENCES.find(name) for name in DIVERGENCES.shipped}
+PARTS["jensen_shannon"] = partial(PARTS["jensen_shannon"], divergence_mix=MIX)
+
+
+def reference(name, p, q):
+    """The divergence of each row from its definition; `p` are the teacher's probabilities, `q` the policy's."""
+
+    def kl(one, other):
+        return (one * (one / other).log()).sum(-1)
+
+    mixed = MIX * p + (1 - MIX) * q
+    return {
+        "forward_kl": kl(p, q), "reverse_kl": kl(q, p), "jensen_shannon": MIX * kl(p, mixed) + (1 - MIX) * kl(q, mixed),
+    }[name]  # fmt: skip
+
+
+def heads(generator, ids, cap):
+    """What a policy of 31 ids, and a teacher of `ids`, compute the logits of 7 targets from, in float64."""
+    return [
+        HeadInputs(*(torch.randn(*shape, generator=generator).double() for shape in ((7, d), (n, d))), divisor, cap)
+        for n, d, divisor in ((31, 5, 0.7), (ids, 9, 1.0))
+    ]
+
+
+def probabilities(head):
+    z = head.hidden @ head.weight[:31].T / head.divisor
+    return (z if head.cap is None else head.cap * (z / head.cap).tanh()).softmax(-1)
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("cap", [None, 2.0], ids=["", "capped"])
+def test_pieces_have_the_value_and_the_gradient_of_whole_distributions(name, cap, monkeypatch):
+    """Also by finite differences, with a teacher whose head has more ids."""
+    monkeypatch.setattr(teacher, "LOGITS", 3 * 31)
+    policy, big = heads(torch.Generator().manual_seed(4), 40, cap)
+    inputs = policy.hidden.requires_grad_(), policy.weight.requires_grad_()
+    ours, theirs = divergence_from(big, PARTS[name], policy), reference(name, probabilities(big), probabilities(policy))
+    assert (ours - theirs).abs().max() <= 1e-9
+    factors = torch.linspace(-1, 2, 7).double()
+    gradients, expected = (torch.autograd.grad((factors * each).sum(), inputs) for each in (ours, theirs))
+    for one, other in zip(gradients, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-9
+    assert torch.autograd.gradcheck(
+        lambda hidden, weight: divergence_from(big, PARTS[name], HeadInputs(hidden, weight, 0.7, cap)), inputs
+    )
+
+
+def test_a_teacher_that_lacks_ids_of_the_policy_is_refused(policy_folder, tmp_path):
+    config = make_config(policy_folder, tmp_path, teacher=make_policy(tmp_path / "small"))
+    lm, small = (AutoModelForCausalLM.from_pretrained(policy_folder) for _ in range(2))
+    small.resize_token_embeddings(20)
+    backend = SimpleNamespace(lm=lm, teacher=lambda path: SimpleNamespace(lm=small))
+    with pytest.raises(ModelError, match="its head has 20 ids and the policy's 23, so that it says nothing"):
+        HeldTeacher.of(config, backend, PARTS["forward_kl"])
+    assert HeldTeacher.of(Config.model_validate({"model": {"path": "."}, "data": {}}), backend, None) is None
