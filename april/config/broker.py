@@ -151,6 +151,18 @@ class WeightsSection(Section):
         "and makes tokens older; above 1 only for a schedule without rounds and without held-out prompts, "
         "and at most schedule.max_staleness.",
     )
+    delta: Literal["off", "auto"] = Field(
+        "off",
+        description="Form of the snapshots that transport = 'pull' writes: off writes all weights each time, auto "
+        "what has changed since the snapshot before. Learner and workers then keep one more copy of the weights that "
+        "they write or read. It saves much where weights are published in 16 bits, and little in float32.",
+    )
+    whole_every: int = Field(
+        8,
+        ge=2,
+        description="Interval of whole snapshots with delta = 'auto' (snapshots). A high value saves writing; a "
+        "worker that joins reads the last whole one and all deltas since.",
+    )
     senders: Literal["rank_0", "all"] = Field(
         "rank_0",
         description="Learner ranks that send weights: rank_0, which gathers the whole model in its memory, or all, "

@@ -3,6 +3,7 @@
 from typing import Any
 
 from april.config.addresses import check_store_url
+from april.config.broker import WeightsSection
 from april.config.section import AUTO
 from april.config.sections import Config
 from april.util.errors import refuse
@@ -14,6 +15,13 @@ def check_snapshots(config: Config) -> None:
     that is no store."""
     weights, schedule = config.weights, config.schedule
     check_snapshots_are_read(config)
+    if weights.delta == "off" and weights.whole_every != WeightsSection().whole_every:
+        refuse(
+            "weights.whole_every",
+            weights.whole_every,
+            "is the interval of whole snapshots among deltas, which weights.delta = 'off' does not write",
+            "leave it out, or set weights.delta = 'auto'",
+        )
     if "://" in weights.folder:
         check_store_url("weights.folder", weights.folder)
     if weights.every == 1:
@@ -44,11 +52,11 @@ def check_snapshots(config: Config) -> None:
 
 
 def check_snapshots_are_read(config: Config) -> None:
-    """Refuse `weights.folder` and `weights.every` with a shipped transport that writes no snapshots."""
+    """Refuse keys of snapshots of weights with a shipped transport that writes none."""
     if not config.is_shipped("weights.transport"):
         return
     transports, name = registry_of("weights.transport"), config.weights.transport
-    for key, default in {"folder": AUTO, "every": 1}.items():
+    for key, default in {"folder": AUTO, "every": 1, "delta": "off"}.items():
         value = getattr(config.weights, key)
         if value != default and not transports.find(name).pulls:
             refuse(

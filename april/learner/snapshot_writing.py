@@ -52,8 +52,13 @@ class SnapshotWriting:
         """Content of the model folder's other files, by name; only on rank 0."""
         self._last_step: int | None = None
         """Policy step of the snapshot written last; None before the first."""
-        self._told: list[Version] = []
-        """Versions of the last snapshots that the broker has been told of, at most `KEPT`."""
+        self._written = 0
+        self._base: Snapshot | None = None
+        """This rank's part of the snapshot written last, if the next one is a delta to it. A learner that is started
+        again has none, so it begins with a whole snapshot."""
+        self._chains: list[list[WeightFolder]] = []
+        """The last snapshots that the broker has been told of, at most `KEPT`, each behind those that it rests on; only
+        on rank 0."""
         self._writing: Future[dict[str, float]] | None = None
         problem = self._problem() if dist.get_rank() == 0 else ""
         if reason := all_gather_values(problem, str, self.group)[0]:
@@ -110,7 +115,7 @@ class SnapshotWriting:
         began, rank = time.perf_counter(), dist.get_rank()
         written: list[WrittenFile] | str
         try:
-            written = self.folders.write_part(part, rank)
+            written = self.folders.write_part(part, rank, self._base)
         except StoreError as error:
             written = f"rank {rank} cannot write its part of weights {part.version}: {error}"
         files = list[WrittenFile]()
@@ -119,15 +124,21 @@ class SnapshotWriting:
                 raise OSError(its)
             files += its
         if self.tell:
-            self.tell(self.folders.complete(part.version, files, part.canary, self.others))
-            self._told = [*self._told, part.version][-KEPT:]
+            rests_on = self._chains[-1] if self._base else []
+            folder = self.folders.complete(part.version, files, part.canary, self.others, rests_on)
+            self.tell(folder)
+            self._chains = [*self._chains, [*rests_on, folder]][-KEPT:]
             self._prune()
+        self._written += 1
+        weights = self.config.weights
+        self._base = part if weights.delta == "auto" and self._written % weights.whole_every else None
         size = sum(file.size for file in files)
         return {"publish_bytes": size, "publish_s": time.perf_counter() - began}
 
     def _prune(self) -> None:
         try:
-            self.folders.prune(self._told, self.config.weights.transfer_deadline_s)
+            kept = {folder.version for chain in self._chains for folder in chain}
+            self.folders.prune(kept, self.config.weights.transfer_deadline_s)
         except StoreError as error:
             log.warning("not all old snapshots could be removed, which the next one tries again: %s", error)
 

@@ -7,7 +7,11 @@ it is.
     FOLDER/step_000012-3/canary.msgpack                   the learner's canary under these weights
     FOLDER/step_000012-3/SHA256SUMS                       the checksum of each file, written last
 
-A worker knows the checksum of the list from the broker, and through the list that of every file.
+A worker knows the checksum of the list from the broker, and through the list that of every file. With
+`weights.delta` most snapshots are deltas to the one before, and have in place of these files but the last two:
+
+    FOLDER/step_000013-3/model-0000-0000.delta            what has changed (`april.weights.deltas`)
+    FOLDER/step_000013-3/chain.msgpack                    the snapshots that it rests on, each with its checksum
 """
 
 import hashlib
@@ -33,7 +37,17 @@ from april.util.lifetime import in_background
 from april.util.objects import PIECE_BYTES, TIMEOUT_S, ObjectStore, StoreRefused
 from april.weights.canary import Canary
 from april.weights.channel import TensorHead
-from april.weights.snapshot import DTYPES, ReusedBuffers, Snapshot, SnapshotError, byte_size, layout
+from april.weights.deltas import apply_delta, delta_pieces
+from april.weights.snapshot import (
+    DTYPES,
+    ReusedBuffers,
+    Snapshot,
+    SnapshotError,
+    byte_size,
+    empty_buffer,
+    layout,
+    unpack,
+)
 from april.wire.message import Version
 from april.wire.training import WeightFolder
 
@@ -46,7 +60,9 @@ READERS = 4
 """Most files that a worker reads at a time."""
 CANARY_FILE = "canary.msgpack"
 INDEX_FILE = "model.safetensors.index.json"
+CHAIN_FILE = "chain.msgpack"
 TENSORS = ".safetensors"
+DELTAS = ".delta"
 FORMAT_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Names of dtypes in safetensors files."""
 HEADER_ALIGNMENT_BYTES = 16
@@ -68,14 +84,23 @@ class WrittenFile:
     tensors: list[str]
     """Names of the tensors in the file."""
     size: int
-    """Bytes of the tensors."""
+    """Bytes of the tensors, or of their deltas."""
+
+
+@dataclass(frozen=True)
+class ReadSnapshot:
+    """A snapshot that a worker has read and checked."""
+
+    folder: WeightFolder
+    tensors: dict[str, Tensor]
+    canary: Canary | None
 
 
 class SnapshotFolders:
     """The snapshots of one run. Methods that write or read raise StoreError."""
 
-    def __init__(self, objects: ObjectStore):
-        self.objects = objects
+    def __init__(self, objects: ObjectStore, has_deltas: bool = False):
+        self.objects, self.has_deltas = objects, has_deltas
         self._superseded: dict[Version, float] = {}
         """Time at which each snapshot was first found superseded, Unix time in seconds."""
 
@@ -89,38 +114,49 @@ class SnapshotFolders:
         """The same for a worker. A call that gets no bytes is given up within `weights.transfer_deadline_s`, and is not
         retried: the worker uses another snapshot, and tries this one again."""
         timeout_s = config.weights.transfer_deadline_s / WAITS_OF_A_CALL
-        return cls(ObjectStore(url_of(config), min(TIMEOUT_S, timeout_s), ()))
+        return cls(ObjectStore(url_of(config), min(TIMEOUT_S, timeout_s), ()), config.weights.delta != "off")
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def write_part(self, part: Snapshot, rank: int) -> list[WrittenFile]:
-        """Write the tensors that one rank holds."""
+    def write_part(self, part: Snapshot, rank: int, base: Snapshot | None = None) -> list[WrittenFile]:
+        """Write the tensors that one rank holds, or what has changed in them since `base`."""
         offsets = dict(zip((head.name for head in part.heads), layout(part.heads)[0], strict=True))
+        new, old = (unpack(each.heads, each.data) if base and each else {} for each in (part, base))
         written = []
         for number, heads in enumerate(divided(part.heads)):
             digests: list[str] = []
+            deltas = delta_pieces(heads, new, old) if base else []
 
-            def pieces(heads: list[TensorHead] = heads, digests: list[str] = digests) -> Iterator[bytes | memoryview]:
+            def pieces(
+                heads: list[TensorHead] = heads, deltas: list[bytes] = deltas, digests: list[str] = digests
+            ) -> Iterator[bytes | memoryview]:
                 found = hashlib.sha256()
-                for piece in file_pieces(heads, offsets, part.data):
+                for piece in deltas or file_pieces(heads, offsets, part.data):
                     found.update(piece)
                     yield piece
                 digests.append(found.hexdigest())
 
-            name = f"model-{rank:04d}-{number:04d}{TENSORS}"
+            name = f"model-{rank:04d}-{number:04d}{DELTAS if base else TENSORS}"
             self.objects.write_pieces(f"{name_of(part.version)}/{name}", pieces)
-            size = sum(map(byte_size, heads))
+            size = sum(map(len, deltas)) if base else sum(map(byte_size, heads))
             written.append(WrittenFile(name, digests[-1], [head.name for head in heads], size))
         return written
 
     def complete(
-        self, version: Version, files: Sequence[WrittenFile], canary: Canary | None, others: Mapping[str, bytes]
+        self,
+        version: Version,
+        files: Sequence[WrittenFile],
+        canary: Canary | None,
+        others: Mapping[str, bytes],
+        chain: Sequence[WeightFolder] = (),
     ) -> WeightFolder:
         """Write the small files once all ranks have written theirs. `others`: content of the model folder's other
-        files, by name."""
+        files, by name. `chain`: the snapshots that a delta rests on, from the whole one to its base."""
         weight_map = {tensor: file.name for file in files for tensor in file.tensors}
         index = {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": weight_map}
         small = {**others, INDEX_FILE: orjson.dumps(index, option=orjson.OPT_INDENT_2)}
+        if chain:
+            small = {CHAIN_FILE: msgspec.msgpack.encode(chain)}
         if canary:
             small[CANARY_FILE] = msgspec.msgpack.encode(canary)
         for name, content in small.items():
@@ -152,24 +188,39 @@ class SnapshotFolders:
 
     # --- reading --------------------------------------------------------------------------------------------
 
+    def chain(self, folder: WeightFolder) -> list[WeightFolder]:
+        """The snapshots that a delta rests on, from the whole one to its base; none for a whole one."""
+        return self._chain(folder, self._checksums(folder))
+
+    def _chain(self, folder: WeightFolder, sums: Sums) -> list[WeightFolder]:
+        if CHAIN_FILE not in sums:
+            return []
+        return msgspec.msgpack.decode(self._small_file(folder, CHAIN_FILE, sums[CHAIN_FILE]), type=list[WeightFolder])
+
     def read(
-        self, folder: WeightFolder, buffers: ReusedBuffers, timeout_s: float
-    ) -> tuple[dict[str, Tensor], Canary | None]:
-        """Read and check a snapshot: its tensors by name, and its canary. Raises SnapshotError for a file that is not
-        what was written, StoreError for one that cannot be read within `timeout_s`."""
+        self, folder: WeightFolder, buffers: ReusedBuffers, timeout_s: float, held: ReadSnapshot | None = None
+    ) -> ReadSnapshot:
+        """Read and check a snapshot; a delta is applied to `held`. Raises SnapshotError for a file that is not what was
+        written, or for another base, StoreError for one that cannot be read within `timeout_s`."""
         deadline, sums = clock.now() + timeout_s, self._checksums(folder)
-        names = sorted(name for name in sums if name.endswith(TENSORS))
+        chain = self._chain(folder, sums)
+        if chain and (held is None or held.folder != chain[-1]):
+            other = f"those at hand are {held.folder.version}" if held else "there are none at hand"
+            raise SnapshotError(f"weights {folder.version} are a delta to {chain[-1].version}, and {other}")
+        base = held.tensors if held and chain else {}
+        names = sorted(name for name in sums if name.endswith(DELTAS if chain else TENSORS))
         tensors: dict[str, Tensor] = {}
         for first in range(0, len(names), READERS):
             group = names[first : first + READERS]
-            reading = [in_background(self._read_file, folder, name, sums[name], buffers, deadline) for name in group]
+            arguments = [(folder, name, sums[name], buffers, deadline, base) for name in group]
+            reading = [in_background(self._read_file, *each) for each in arguments]
             wait(reading)  # before an error: whoever tries again has no readers and no buffers beside these
             for file in reading:
                 tensors |= file.result()
         if CANARY_FILE not in sums:
-            return tensors, None
+            return ReadSnapshot(folder, tensors, None)
         encoded = self._small_file(folder, CANARY_FILE, sums[CANARY_FILE])
-        return tensors, msgspec.msgpack.decode(encoded, type=Canary)
+        return ReadSnapshot(folder, tensors, msgspec.msgpack.decode(encoded, type=Canary))
 
     def _checksums(self, folder: WeightFolder) -> Sums:
         return parse_checksums(self._small_file(folder, CHECKSUMS_FILE, folder.digest).decode())
@@ -181,15 +232,21 @@ class SnapshotFolders:
         return content
 
     def _read_file(
-        self, folder: WeightFolder, name: str, digest: str, buffers: ReusedBuffers, deadline: float
+        self,
+        folder: WeightFolder,
+        name: str,
+        digest: str,
+        buffers: ReusedBuffers,
+        deadline: float,
+        base: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """The tensors of one file, as views of a buffer of their own."""
+        """The tensors of one file, or those that its deltas make of `base`, as views of a buffer of their own."""
         data = torch.empty(0, dtype=torch.uint8)
         found = hashlib.sha256()
 
         def begin(size: int) -> memoryview:
             nonlocal data, found
-            data, found = buffers.take(size), hashlib.sha256()
+            data, found = empty_buffer(size) if name.endswith(DELTAS) else buffers.take(size), hashlib.sha256()
             return memoryview(data.numpy())
 
         def check(piece: memoryview) -> None:
@@ -201,7 +258,7 @@ class SnapshotFolders:
         self.objects.read_into(f"{name_of(folder.version)}/{name}", begin, check)
         if found.hexdigest() != digest:
             raise SnapshotError(f"{self._url(folder, name)} is damaged: it is not what the learner has written")
-        return tensors_of(data)
+        return apply_delta(data, base, buffers) if name.endswith(DELTAS) else tensors_of(data)
 
     def _url(self, folder: WeightFolder, name: str) -> str:
         return f"{self.objects.url}/{name_of(folder.version)}/{name}"

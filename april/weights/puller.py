@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from april.util import clock
 from april.util.lifetime import PartThread
 from april.util.objects import StoreError
-from april.weights.folders import SnapshotFolders
+from april.weights.deltas import WrongBase
+from april.weights.folders import ReadSnapshot, SnapshotFolders
 from april.weights.snapshot import ReusedBuffers, SnapshotError
 from april.weights.source import StagedWeights, WeightSource
 from april.wire.message import Version
@@ -39,6 +40,8 @@ class SnapshotPuller(WeightSource):
         self._offered: list[WeightFolder] = []
         self._taken: Version | None = None
         """Version that was read last, unless the engine has lost or refused it."""
+        self._held: ReadSnapshot | None = None
+        """The snapshot that was read last, if there are deltas: the base of the next."""
         self._loading: Version | None = None
         """Version that the main loop took last."""
         self._not_before = 0.0
@@ -62,13 +65,13 @@ class SnapshotPuller(WeightSource):
             if self._loading:
                 self.refused.put((self._loading, why))
             if self._taken == self._loading:  # otherwise a newer one has been read meanwhile
-                self._taken = None
+                self._taken = self._held = None
             self._not_before = clock.now() + RETRY_S
 
     def forget(self) -> None:
         super().forget()
         with self._changed:
-            self._taken = None
+            self._taken = self._held = None
             self._changed.notify()
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -96,18 +99,28 @@ class SnapshotPuller(WeightSource):
         return self._offered[: versions.index(self._taken)] if self._taken in versions else self._offered
 
     def _pull(self, wanted: list[WeightFolder]) -> None:
-        """Stage the first of these snapshots that can be used. What cannot is tried again after a while."""
+        """Stage the first of these snapshots that can be used, or the last one of its chain before a delta that cannot
+        be. What cannot is tried again after a while."""
         for folder in wanted:
-            started_at = clock.now()
+            started_at, before = clock.now(), self._taken
+            found = held = self._held
             try:
-                tensors, canary = self.folders.read(folder, self.buffers, self.timeout_s)
+                chain = [*self.folders.chain(folder), folder]
+                for each in chain[chain.index(held.folder) + 1 if held and held.folder in chain else 0 :]:
+                    found = self.folders.read(each, self.buffers, self.timeout_s, found)
             except (SnapshotError, StoreError) as error:
                 log.error("weights %s are not used: %s", folder.version, error)
                 self.refused.put((folder.version, str(error)))
                 with self._changed:
                     self._not_before = clock.now() + RETRY_S
+                    if isinstance(error, WrongBase):
+                        self._held = None
+                if found and before and found.folder.version <= before:
+                    found = held
+            if found is None or found is held:
                 continue
             with self._changed:
-                self._taken = folder.version
-            self.stage(StagedWeights(folder.version, tensors, started_at, canary=canary, digest=folder.digest))
+                self._taken, self._held = found.folder.version, found if self.folders.has_deltas else None
+            version, digest = found.folder.version, found.folder.digest
+            self.stage(StagedWeights(version, found.tensors, started_at, canary=found.canary, digest=digest))
             return

@@ -84,7 +84,7 @@ def pack(
 def empty_buffer(size: int) -> Tensor:
     """A new buffer for a snapshot, uint8 [size]. numpy asks the kernel for huge pages, with which filling it takes a
     third of the time."""
-    return torch.from_numpy(np.empty(size, np.uint8))
+    return torch.from_numpy(np.empty(max(size, 1), np.uint8))[:size]  # an empty one of its own has no stride
 
 
 class ReusedBuffers:

@@ -59,8 +59,8 @@ def test_what_is_read_is_what_was_written(objects, monkeypatch):
     monkeypatch.setattr(folders_module, "FILE_BYTES", 2000)
     folders = SnapshotFolders(objects)
     written = write(folders, Version(1, 7))
-    tensors, canary = folders.read(written, ReusedBuffers(), PATIENCE_S)
-    assert same(tensors, 7) and canary == CANARY
+    found = folders.read(written, ReusedBuffers(), PATIENCE_S)
+    assert same(found.tensors, 7) and found.canary == CANARY
     files = {name for name in objects.names() if name.endswith(".safetensors")}
     assert len(files) == 4, "the wide tensor has a file of its own"
 

@@ -1,0 +1,143 @@
+"""Deltas of weights: what has changed in each tensor since an earlier version, the base. A file of them:
+
+    length of the header, uint64 | header: a `DeltaTensor` for each tensor, MessagePack | the payload of each block
+
+A tensor is divided into blocks. The payload of each is compressed with zstd and has one of three forms:
+
+    sparse    positions of the values that have changed, as distances to the one before, and their XOR with the base
+    xor       the XOR of all values with the base
+    whole     the values themselves
+
+Few bfloat16 values change in a step of RL (PULSE, arXiv 2602.03839), and most of these in their last bits: so the XOR
+compresses better than the new value. Bytes of one significance lie together, for the same reason.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+import torch
+import zstandard
+from torch import Tensor
+
+from april.weights.channel import TensorHead
+from april.weights.snapshot import DTYPES, ReusedBuffers, SnapshotError, layout, unpack
+
+BLOCK_BYTES = 2**24
+"""Most bytes of a block, which bounds the memory of encoding and applying."""
+LEVEL = 1
+"""zstd's level: 3 takes longer and saves nothing here."""
+MOST_SPARSE = 0.5
+"""Largest share of changed values in a sparse block: there the XOR of all values becomes smaller (measured on values
+that are one unit in the last place apart)."""
+LENGTH = struct.Struct("<Q")
+SPARSE, XOR, WHOLE = "sparse", "xor", "whole"
+DISTANCE = np.dtype("<u4")
+
+
+class WrongBase(SnapshotError):
+    """A delta that was not damaged on its way gives other tensors than the learner's: the base at hand has changed."""
+
+
+class DeltaTensor(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor in a file of deltas."""
+
+    head: TensorHead
+    digest: str
+    """SHA-256 of the tensor's bytes once the delta is applied."""
+    blocks: list[tuple[str, int]]
+    """Form of each block, and the size of its payload in bytes."""
+
+
+def delta_pieces(heads: Sequence[TensorHead], new: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> list[bytes]:
+    """The bytes of a file of deltas that turn `base` into `new`. A tensor that `base` has not, or has in another shape
+    or dtype, is whole."""
+    described, payloads, zstd = [], list[bytes](), zstandard.ZstdCompressor(LEVEL)
+    for head in heads:
+        values, old = words(new[head.name]), words_of_base(head, base)
+        encoded = [encode(values[place], None if old is None else old[place], zstd) for place in blocks(values)]
+        payloads += [payload for _, payload in encoded]
+        sizes = [(form, len(payload)) for form, payload in encoded]
+        described.append(DeltaTensor(head, hashlib.sha256(values.data).hexdigest(), sizes))
+    header = msgspec.msgpack.encode(described)
+    return [LENGTH.pack(len(header)), header, *payloads]
+
+
+def apply_delta(data: Tensor, base: Mapping[str, Tensor], buffers: ReusedBuffers) -> dict[str, Tensor]:
+    """The tensors that a file of deltas, uint8 [bytes], makes of `base`, which stays as it is. Raises SnapshotError if
+    they are not the learner's."""
+    content, zstd = memoryview(data.numpy()), zstandard.ZstdDecompressor()
+    try:
+        (length,) = LENGTH.unpack(content[: LENGTH.size])
+        content = content[LENGTH.size :]
+        described = msgspec.msgpack.decode(content[:length], type=list[DeltaTensor])
+        content = content[length:]
+        heads = [each.head for each in described]
+        tensors = unpack(heads, buffers.take(layout(heads)[1]))
+        for each in described:
+            values, old = words(tensors[each.head.name]), words_of_base(each.head, base)
+            for place, (form, size) in zip(blocks(values), each.blocks, strict=True):
+                decode(form, zstd.decompress(content[:size]), None if old is None else old[place], values[place])
+                content = content[size:]
+            if hashlib.sha256(values.data).hexdigest() != each.digest:
+                raise WrongBase(f"tensor {each.head.name} is not the learner's once its delta is applied")
+    except (struct.error, msgspec.DecodeError, zstandard.ZstdError, ValueError, IndexError) as error:
+        raise SnapshotError(f"a delta of weights cannot be read: {error}") from error
+    return tensors
+
+
+def words(tensor: Tensor) -> np.ndarray:
+    """The bits of a tensor on the CPU, flat, as unsigned integers of its values' size."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat.view(f"<u{tensor.dtype.itemsize}")
+
+
+def words_of_base(head: TensorHead, base: Mapping[str, Tensor]) -> np.ndarray | None:
+    tensor = base.get(head.name)
+    fits = tensor is not None and tensor.dtype == DTYPES.get(head.dtype) and list(tensor.shape) == head.shape
+    return words(tensor) if tensor is not None and fits else None
+
+
+def blocks(values: np.ndarray) -> Iterator[slice]:
+    each = BLOCK_BYTES // values.itemsize
+    return (slice(first, first + each) for first in range(0, values.size, each))
+
+
+def encode(new: np.ndarray, old: np.ndarray | None, zstd: zstandard.ZstdCompressor) -> tuple[str, bytes]:
+    """Form and payload of a block."""
+    if old is None:
+        return WHOLE, zstd.compress(planes(new))
+    changes = new ^ old
+    places = np.flatnonzero(changes)
+    if places.size <= MOST_SPARSE * new.size:
+        distances = np.diff(places, prepend=0).astype(DISTANCE)
+        return SPARSE, zstd.compress(planes(distances) + planes(changes[places]))
+    candidates = [(XOR, zstd.compress(planes(changes))), (WHOLE, zstd.compress(planes(new)))]
+    return min(candidates, key=lambda candidate: len(candidate[1]))
+
+
+def decode(form: str, raw: bytes, old: np.ndarray | None, into: np.ndarray) -> None:
+    """Write the values of a block. Raises ValueError or IndexError for what is no payload of this form and size."""
+    if form == WHOLE:
+        into[:] = from_planes(raw, into.dtype)
+    elif old is None:
+        raise ValueError("the base lacks a tensor")
+    elif form == XOR:
+        np.bitwise_xor(old, from_planes(raw, into.dtype), out=into)
+    else:
+        end = len(raw) // (DISTANCE.itemsize + into.itemsize) * DISTANCE.itemsize
+        places = np.cumsum(from_planes(raw[:end], DISTANCE), dtype=np.int64)
+        into[:] = old
+        into[places] ^= from_planes(raw[end:], into.dtype)
+
+
+def planes(values: np.ndarray) -> bytes:
+    """The first byte of every value, then the second of every value, and so on."""
+    return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
+
+
+def from_planes(raw: bytes, dtype: np.dtype) -> np.ndarray:
+    spread = np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, -1)
+    return np.ascontiguousarray(spread.T).view(dtype).reshape(-1)
