@@ -160,8 +160,8 @@ class WeightsSection(Section):
     whole_every: int = Field(
         8,
         ge=2,
-        description="Interval of whole snapshots with delta = 'auto' (snapshots). A high value saves writing; a "
-        "worker that joins reads the last whole one and all deltas since.",
+        description="Interval of whole snapshots with delta = 'auto', counted in snapshots. A high value saves "
+        "writing; a worker that joins reads the last whole one and all deltas since.",
     )
     senders: Literal["rank_0", "all"] = Field(
         "rank_0",

@@ -1,10 +1,18 @@
 """Every way of the weights from the learner to the workers, in a whole run: tokens are of the versions they name."""
 
+import hashlib
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from april.config.stored import CHECKSUMS_FILE
 from april.observe.report.run_folder import read_records
+from april.util.objects import ObjectStore
+from april.weights.folders import SnapshotFolders
+from april.weights.snapshot import ReusedBuffers
+from april.wire.message import Version
+from april.wire.training import WeightFolder
 from tests.support.journal_checks import versions_with_true_logprobs
 from tests.support.run_processes import assert_closed, both_workers_are_there, steps_recorded, wait_until
 
@@ -31,7 +39,18 @@ def test_two_ranks_send_a_part_each_to_both_workers(start_run, run_dir, policy_f
 @pytest.mark.full
 def test_workers_pull_snapshots_and_join_without_a_learner(start_run, run_dir, policy_folder, gate):
     """Learner and one worker are killed, the worker first: it comes back with weights although nobody sends any."""
-    pull = ["--weights.transport", "pull", "--learner.ranks", "2", "--learner.lr", "1e-2", "--schedule.max_steps", "4"]
+    pull = [
+        "--weights.transport",
+        "pull",
+        "--weights.delta",
+        "auto",
+        "--learner.ranks",
+        "2",
+        "--learner.lr",
+        "1e-2",
+        "--schedule.max_steps",
+        "4",
+    ]
     job = start_run(*pull, *gate.hold(2))
     wait_until(lambda: steps_recorded(run_dir) == 2, job)
     wait_until(lambda: all(proven(run_dir, index, "0.2") for index in (0, 1)), job)
@@ -42,13 +61,15 @@ def test_workers_pull_snapshots_and_join_without_a_learner(start_run, run_dir, p
     assert job.wait() == 0, job.output
     assert assert_closed(run_dir)["steps"] == 4
     assert_tokens_are_of_their_versions(run_dir, policy_folder)
+    folders = SnapshotFolders(ObjectStore(str(run_dir / "weights")))
     newest = max((run_dir / "weights").iterdir())
-    assert newest.name.startswith("step_000004-")
-    loaded, exported = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-        for folder in (newest, run_dir / "checkpoints/policy")
-    )
-    assert all(torch.equal(value, exported[name]) for name, value in loaded.items())
+    digest = hashlib.sha256((newest / CHECKSUMS_FILE).read_bytes()).hexdigest()
+    last, read = WeightFolder(Version(int(newest.name.rpartition("-")[2]), 4), digest), None
+    chain = folders.chain(last)
+    for folder in (*chain, last):
+        read = folders.read(folder, ReusedBuffers(), 60.0, read)
+    exported = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints/policy", dtype=torch.float32).state_dict()
+    assert chain and all(torch.equal(value, exported[name]) for name, value in read.tensors.items())
 
 
 def proven(run_dir, index, version):
