@@ -2,7 +2,9 @@
 scores cost, and supervised steps.
 
 Without `--runs` only the rows that take seconds are measured. `--runs distil` trains a teacher (a finished quickstart),
-then for each seed the quickstart by GRPO and by distillation alone, from the same warm start, evaluated at every step.
+then for each seed the quickstart by GRPO, by distillation alone, and by the reverse KL over the whole vocabulary alone,
+from the same warm start, evaluated at every step. `--runs self` trains it by GRPO with and without the policy under a
+prompt that shows the answer as its own teacher.
 `--runs gdpo` trains the quickstart with a second reward that is a hundred times as large, by GDPO and by the sum.
 `--runs curriculum` trains it on prompts half of which are hopeless, drawn by difficulty and in order.
 """
@@ -46,6 +48,8 @@ HALVES_PROMPTS = 512
 """Prompts of the task of which half are hopeless: few enough for several epochs."""
 GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, 12, 64
 SFT_ROWS, PACKED_TOKENS = 32, 1024
+HELD = {"advantage": "no_reward", "divergence": "reverse_kl"}
+SELF_TAUGHT = {"divergence": "forward_kl", "divergence_coef": 0.1, "hint": "{label}#{prompt}"}
 DISTILLED = {"advantage": "no_reward", "distillation": "reverse_kl", "distillation_discount": 0.0}
 
 
@@ -151,20 +155,39 @@ def configured(policy: Path, folder: Path = Path(), **algorithm) -> Config:
 
 
 def distillation(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Row]:
-    """Samples to the wanted accuracy on held-out prompts: of distillation, of GRPO, and the share of the first."""
+    """Samples to the wanted accuracy on held-out prompts: of distillation, with the teacher at scorers and in the
+    learner, of GRPO, and the shares of the first two."""
     train(folder, "teacher", policy, 0, 2 if quick else 32, {}, quick)
     teacher = folder / "teacher/checkpoints/policy"
-    samples: dict[str, list[float]] = {"grpo": [], "distil": []}
+    samples: dict[str, list[float]] = {"grpo": [], "distil": [], "divergence": []}
     for seed in range(1, 1 + (1 if quick else seeds)):
         for name, found in samples.items():
             changes = {}
             if name == "distil":
                 changes = {"algorithm": DISTILLED, "reward": {"where": "scorer"}, "teacher": {"big": {"path": teacher}}}
+            if name == "divergence":
+                changes = {"algorithm": HELD, "teacher": {"big": {"path": teacher, "where": "learner"}}}
             run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS, changes, quick)
             found.append(samples_to(run, 0.0 if quick else WANTED))
     return [
         Row("distil_samples_share", ratios(samples["distil"], samples["grpo"]), ""),
+        Row("divergence_samples_share", ratios(samples["divergence"], samples["grpo"]), ""),
         *(Row(f"samples_to_accuracy_{name}", found, "samples") for name, found in samples.items()),
+    ]
+
+
+def self_distillation(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Row]:
+    """Accuracy on held-out prompts after a few steps: of GRPO with the policy as its own teacher, less that of GRPO."""
+    accuracies: dict[str, list[float]] = {"grpo": [], "self": []}
+    for seed in range(1, 1 + (1 if quick else seeds)):
+        for name, found in accuracies.items():
+            changes = {"algorithm": SELF_TAUGHT} if name == "self" else {}
+            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS_APART, changes, quick)
+            found.append(read_run(run).evaluation[-1]["accuracy"])
+    gains = [taught - plain for taught, plain in zip(accuracies["self"], accuracies["grpo"], strict=True)]
+    return [
+        Row("self_distil_gain", gains, "of held-out prompts"),
+        *(Row(f"accuracy_{name}", found, "of held-out prompts") for name, found in accuracies.items()),
     ]
 
 
@@ -254,7 +277,7 @@ def samples_to(run_folder: Path, wanted: float, of_discarded: int = 0) -> float:
     return float(sum(step["samples"] for step in steps) + of_discarded * sum(steps[-1]["discarded_groups"].values()))
 
 
-RUNS = {"distil": distillation, "gdpo": apart, "curriculum": curriculum}
+RUNS = {"distil": distillation, "self": self_distillation, "gdpo": apart, "curriculum": curriculum}
 """Comparisons of whole runs, by name."""
 
 

@@ -19,7 +19,7 @@ from april.config import Config, ConfigError, ScheduleSection
 from april.config.data import EvaluationSet
 from april.config.teachers import teacher_of
 from april.data.dataset import Dataset, load_dataset
-from april.data.rows import BadRow, DatasetRow, checked_label, checked_reward
+from april.data.rows import BadRow, DatasetRow, checked_label, checked_reward, hinted_prompt
 from april.data.tokenizer import Tokenizer
 from april.util.errors import refuse
 
@@ -87,10 +87,10 @@ class PromptBook:
                 "rows have images, and an agent's program writes the prompts of its session, without them; leave them "
                 "out with data.images_key = ''"
             )
-        if config.teacher and self.with_images:
+        if (config.teacher or config.algorithm.hint) and self.with_images:
             raise ConfigError(
-                "rows have images, which a teacher is not shown; leave the teachers out, or the images with "
-                "data.images_key = ''"
+                "rows have images, which a teacher is not shown; leave [teacher] and algorithm.hint out, or the images "
+                "with data.images_key = ''"
             )
         self.draw((0, 0))
 
@@ -189,6 +189,7 @@ class PromptBook:
     def _encode_row(self, number: int) -> bytes | None:
         try:
             tokens = self._encode(self.rows, self.rows[number])
+            self._encode_hinted(self.rows[number])
         except BadRow as error:
             if number not in self.untokenisable:
                 self._last_refusal = str(error)
@@ -203,6 +204,24 @@ class PromptBook:
                     number, self.max_prompt_tokens, len(self.too_long), len(self.rows),
                 )  # fmt: skip
         return tokens
+
+    def hinted(self, epoch: int, position: int) -> bytes:
+        """Token ids, int32, of the prompt under which the policy teaches itself; empty without `algorithm.hint`."""
+        return self._encode_hinted(self.row(epoch, position))
+
+    def _encode_hinted(self, row: DatasetRow) -> bytes:
+        """Raises BadRow, also for a prompt that leaves no room for a response in the context."""
+        config = self._config
+        if not config.algorithm.hint:
+            return b""
+        prompt = hinted_prompt(row, config.algorithm.hint)
+        tokens = self.tokenizer.encode_row(prompt, **config.data.prompt_options)
+        if config.context_tokens and len(tokens) + config.sampling.max_response_tokens > config.context_tokens:
+            raise BadRow(
+                f"{len(tokens)} tokens of the prompt with its hint leave no room for a response of "
+                f"{config.sampling.max_response_tokens} in the model's {config.context_tokens}; shorten algorithm.hint"
+            )
+        return tokens.astype("<i4").tobytes()
 
     def _held_out(self, settings: EvaluationSet, allowed: Collection[str]) -> HeldOut:
         rows = load_dataset([settings.source], self._config.data, settings.prompts, allowed)

@@ -46,6 +46,8 @@ class Mapping:
     """Whether all fields of a record may be read."""
     images: tuple[str, ...] = ("images", "image")
     """Candidate keys of the images; the first one in the record is used."""
+    hint: str = ""
+    """Key of the hint; empty: none."""
 
     @property
     def columns(self) -> set[str]:
@@ -53,7 +55,8 @@ class Mapping:
         if self.all_columns:
             return set()
         labels = [key.strip() for label in self.label for key in (label, *label.split(COLUMN_SEPARATOR))]
-        return {name for key in (*self.prompt, *labels, *self.images) for name in dotted_prefixes(key)} | {"reward"}
+        keys = filter(None, (*self.prompt, *labels, *self.images, self.hint))
+        return {name for key in keys for name in dotted_prefixes(key)} | {"reward"}
 
 
 def dotted_prefixes(key: str) -> list[str]:
@@ -148,6 +151,9 @@ class SourceSection(PromptsSection):
         "",
         description="Name of the [teacher.NAME] that scores the tokens of this source's samples. Empty: the only one.",
     )
+    hint_key: str = Field(
+        "", description="Row field that {hint} of algorithm.hint stands for. Empty: that of data.hint_key."
+    )
 
     def with_defaults(self, data: "DataSection") -> "SourceSection":
         """A copy with unset keys taken from `data`; names of row fields are taken only if both have the same
@@ -217,6 +223,10 @@ class DataSection(HubSection):
         None,
         description="Row field of the prompt's images, one or a list. Unset: images or image, where a row has it; "
         "empty: no images.",
+    )
+    hint_key: str = Field(
+        "",
+        description="Row field of a text, such as a solution, that {hint} of algorithm.hint stands for. Empty: none.",
     )
     reward: str | None = Field(
         None,
@@ -304,9 +314,8 @@ class DataSection(HubSection):
     def train_sources(self) -> list[SourceSection]:
         if self.source == "submitted":
             return []
-        if self.path:
-            return [self._source("", self.mapping)]
-        return [source.with_defaults(self) for source in self.sources]
+        own = [self._source("", self.mapping)] if self.path else [each.with_defaults(self) for each in self.sources]
+        return [source.model_copy(update={"hint_key": source.hint_key or self.hint_key}) for source in own]
 
     @property
     def eval_sources(self) -> list[SourceSection]:

@@ -31,6 +31,7 @@ def check_teachers(config: Config) -> None:
     if len(config.teacher) > 1 and not config.data.sources:
         refuse("teacher", sorted(config.teacher), "has several for one source", "name one for each of data.sources")
     check_held_teacher(config)
+    check_hint(config)
     if config.algorithm.distillation and not asked:
         fix = "add a [teacher.NAME] that scorers ask"
         refuse("algorithm.distillation", config.algorithm.distillation, "has no teacher", fix)
@@ -57,9 +58,32 @@ def check_held_teacher(config: Config) -> None:
             refuse(f"{key}.where", teacher.where, "has one teacher for all samples", fix)
         if not divergence:
             refuse(f"{key}.where", teacher.where, "teaches nothing", "set algorithm.divergence")
-    if divergence and held_teacher(config) is None:
-        fix = "add a [teacher.NAME] with where = 'learner'"
+    if divergence and held_teacher(config) is None and not config.algorithm.hint:
+        fix = "add a [teacher.NAME] with where = 'learner', or set algorithm.hint"
         refuse("algorithm.divergence", divergence, "has no teacher that the learner holds", fix)
+
+
+def check_hint(config: Config) -> None:
+    """Refuse a hint without a place for the prompt or its field, that teaches nothing, or in a run that cannot show
+    it."""
+    key, hint, data = "algorithm.hint", config.algorithm.hint, config.data
+    if not hint:
+        return
+    if hint.count("{prompt}") != 1:
+        refuse(key, hint, "has to say once where the prompt goes", "write {prompt} there")
+    lacking = [str(source.path) for source in data.train_sources if not source.hint_key]
+    if "{hint}" in hint and lacking:
+        refuse(key, hint, f"has a {{hint}}, and nothing says which field of {lacking[0]} it is", "set data.hint_key")
+    if not config.algorithm.divergence:
+        refuse(key, hint, "teaches nothing", "set algorithm.divergence")
+    if held_teacher(config):
+        refuse(key, hint, "makes the policy the teacher, and [teacher.NAME] is another", "leave one of them out")
+    if data.source == "submitted" or config.agent.is_set:
+        whose = "an agent's program" if config.agent.is_set else "the trainer"
+        refuse(key, hint, f"changes the prompts of rows, and {whose} writes the prompts here", "leave it out")
+    if config.learner.context_parallel > 1:
+        why = "makes the teacher's rows longer, so that ranks that share rows would hold different targets of them"
+        refuse(key, hint, why, "set learner.context_parallel = 1, or leave it out")
 
 
 def held_teacher(config: Config) -> TeacherSection | None:

@@ -287,6 +287,12 @@ class AlgorithmSection(Section):
         description="Divergence jensen_shannon: the teacher's share of the mixture that teacher and policy are "
         "compared with. A low value is like the forward KL, a high one like the reverse.",
     )
+    hint: str = Field(
+        "",
+        description="Prompt under which the policy is its own teacher for algorithm.divergence: a text in which "
+        "{prompt} stands for the row's prompt (of a chat, the last message of its user), {label} for its reference "
+        "answer and {hint} for its field data.hint_key. Empty: the teacher is a model that the learner holds.",
+    )
 
 
 # --- critic -----------------------------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ class Dataset:
             self.with_images += bool(row.images)
             self._file.write(record)
             self._ends.append(self._end + len(record))
-            self._digest.update(encoder.encode((row.prompt, row.label, row.reward, *row.tools)))  # images by content
+            more = [*row.tools, *([row.hint] if row.hint else [])]
+            self._digest.update(encoder.encode((row.prompt, row.label, row.reward, *more)))  # images by content
             self.blank_labels += not row.label.strip()
             if row.reward:
                 self.rewards.add(row.reward)
@@ -287,4 +288,5 @@ def mapping_of(source: SourceSection) -> Mapping:
         prompt=(source.prompt_key,) if source.prompt_key else mapping.prompt,
         label=(source.label_key,) if source.label_key else mapping.label,
         images=mapping.images if source.images_key is None else tuple(filter(None, (source.images_key,))),
+        hint=source.hint_key,
     )

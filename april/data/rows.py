@@ -1,5 +1,6 @@
 """Dataset rows: what a record must have to become one, by the mapping that locates its fields."""
 
+import re
 from collections.abc import Collection, Iterable
 from decimal import Decimal
 from typing import Any
@@ -49,6 +50,8 @@ class DatasetRow(msgspec.Struct, array_like=True, frozen=True):
     """Images of the prompt in order; a part of a message names each by its `source`."""
     tools: tuple[dict, ...] = ()
     """JSON schemas of the tools that the chat template prints."""
+    hint: str = ""
+    """Text for the prompt under which the policy teaches itself."""
 
 
 def make_row(
@@ -72,6 +75,7 @@ def make_row(
         prompt=shaped_prompt(checked_prompt(prompt, prompt_key), mapping, prompt_as),
         label=answer_in(checked_label(label, label_key), label_key, mapping),
         reward=reward or own or mapping.reward,
+        hint=checked_hint(record, mapping.hint) if mapping.hint else "",
     )
 
 
@@ -194,6 +198,31 @@ def checked_label(label: Any, key: str) -> str:
     if isinstance(label, int | float) and not isinstance(label, bool) and str(label) not in NO_NUMBERS:
         return str(label)
     raise BadRow(f"key {key!r} = {excerpt(label)} is no reference answer; give text or a number")
+
+
+def checked_hint(record: dict, key: str) -> str:
+    _, hint = find_field(record, (key,), "data.hint_key")
+    if not isinstance(hint, str):
+        raise BadRow(f"key {key!r} = {excerpt(hint)} is no hint; give text")
+    return hint
+
+
+PLACEHOLDER = re.compile(r"\{(label|hint)\}")
+"""Regular expression for what `algorithm.hint` says of a row, beside its prompt."""
+
+
+def hinted_prompt(row: DatasetRow, template: str) -> str | list[dict]:
+    """The prompt of a row in `template`; of a chat, the last message of its user. Raises BadRow for a chat without
+    one."""
+    fields = {"label": row.label, "hint": row.hint}
+    before, after = (PLACEHOLDER.sub(lambda found: fields[found[1]], part) for part in template.split("{prompt}"))
+    if isinstance(row.prompt, str):
+        return f"{before}{row.prompt}{after}"
+    last = max((place for place, each in enumerate(row.prompt) if each["role"] == "user"), default=None)
+    if last is None:
+        raise BadRow(f"{excerpt(row.prompt)} has no message of a user, into which algorithm.hint goes; add one")
+    said = {**row.prompt[last], "content": f"{before}{text_of(row.prompt[last])}{after}"}
+    return [*row.prompt[:last], said, *row.prompt[last + 1 :]]
 
 
 def answer_in(label: str, key: str, mapping: Mapping) -> str:

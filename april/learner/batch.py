@@ -4,8 +4,8 @@ Rank 0 receives a batch; `share_batch` broadcasts it to the other ranks as one b
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import repeat
 
 import msgspec
@@ -76,6 +76,8 @@ class TrainSample:
     first placeholders from there on that the image before it has left. All others were sampled, and are text."""
     token_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Named columns that a scorer gave beside the reward, float32 [R]; 0 for observations."""
+    hinted_prompt: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
+    """Token ids, int32, of the prompt under which the policy teaches itself; none if it does not."""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -103,6 +105,12 @@ class TrainSample:
     def sampled_tokens(self) -> int:
         """K, the number of response tokens that the policy sampled; only these have a loss."""
         return sum(end - start for start, end, _ in self.segments)
+
+    @property
+    def with_hint(self) -> "TrainSample":
+        """The response after the prompt with its hint."""
+        tokens = np.concatenate([self.hinted_prompt, self.tokens[self.prompt_tokens :]])
+        return replace(self, tokens=tokens, prompt_tokens=len(self.hinted_prompt))
 
     @cached_property
     def sampled_positions(self) -> np.ndarray:
@@ -178,6 +186,8 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     """Of each row, the starts of its images; empty if no row has any."""
     token_scores: dict[str, bytes] = {}
     """Token scores of all response tokens by name, float32; NaN for the tokens of a row without that score."""
+    hinted: list[bytes] = []
+    """Of each row, the token ids of the prompt with its hint, int32; empty if no row has any."""
 
 
 def encode(batch: TrainingBatch) -> bytes:
@@ -189,6 +199,7 @@ def encode(batch: TrainingBatch) -> bytes:
         raise ValueError(f"{len(supports)} of {len(samples)} samples have a support; all of a batch do, or none")
     images = list(dict.fromkeys(image for sample in samples for image in sample.images))
     numbers = {image: number for number, image in enumerate(images)}
+    hinted = [np.asarray(sample.hinted_prompt, "<i4").tobytes() for sample in samples]
     return msgspec.msgpack.encode(
         FlatBatch(
             step=batch.step,
@@ -216,6 +227,7 @@ def encode(batch: TrainingBatch) -> bytes:
                 )
                 for name in sorted({name for sample in samples for name in sample.token_scores})
             },
+            hinted=hinted if any(hinted) else [],
         )
     )
 
@@ -231,6 +243,7 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
     names = flat.names or [(-1, -1, 0, "")] * len(flat.rewards)
     columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, names, strict=True)
     metadata = zip(flat.details, flat.spans, flat.times, strict=True) if flat.times else repeat(({}, (), (0.0, 0.0)))
+    hinted = iter(flat.hinted or repeat(b""))
     shown = zip(flat.image_numbers, flat.image_starts, strict=True) if flat.images else repeat(((), ()))
     for (prompt, response, reward, segments, (number, index, fork, finish_reason)), (
         details,
@@ -257,6 +270,7 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
                 fork=fork,
                 images=tuple(flat.images[image] for image in image_numbers),
                 image_starts=image_starts,
+                hinted_prompt=np.frombuffer(next(hinted), "<i4"),
                 token_scores={
                     name: column[logprob_at : logprob_at + response]
                     for name, column in scores.items()

@@ -5,7 +5,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -148,6 +148,8 @@ class MicroBatch:
     """Whether this is a dummy for a rank without samples: K = 1, with zero loss and gradient."""
     images: PackedImages | None = None
     """Images of the sequences; None if those of no rank have any."""
+    hinted: "MicroBatch | None" = None
+    """The same targets, after prompts with hints; None without hints."""
     divergence: Callable[[HeadInputs], Tensor] | None = None
     """Divergence of the policy from a teacher at each target, float32 [K]; None without a teacher."""
     exchange: Exchange | None = None
@@ -170,7 +172,10 @@ def pack(samples: list[TrainSample], device: torch.device, images: ImagePacker |
         packed = [TrainSample(blank, DUMMY_TOKENS, np.zeros(1, np.float32), 0.0, ((0, 1, Version(0, 0)),))]
     if images and not any(sample.images for sample in samples):
         packed = [*packed, images.blank]
-    return join(packed, device, not samples, images)
+    found = join(packed, device, not samples, images)
+    if not any(len(sample.hinted_prompt) for sample in samples):
+        return found
+    return replace(found, hinted=join([sample.with_hint for sample in samples], device, False, None))
 
 
 def join(samples: list[TrainSample], device: torch.device, is_dummy: bool, images: ImagePacker | None) -> MicroBatch:

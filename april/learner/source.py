@@ -274,6 +274,7 @@ def decode_sample(
         shared_tokens=head.shared_tokens,
         label=group.label,
         images=tuple(images[name] for name in (*group.images, *(name for name, _ in head.shown_images))),
+        hinted_prompt=np.frombuffer(group.hinted, "<i4"),
         image_starts=(*[0] * len(group.images), *(len(prompt) + start for _, start in head.shown_images)),
     )
 

@@ -41,7 +41,7 @@ from april.learner.optimizers.base import PartOptimizer
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
 from april.learner.performance import PhaseSeconds, Seconds
 from april.learner.store import CheckpointStore
-from april.learner.teacher import HeldTeacher
+from april.learner.teacher import Teacher
 from april.learner.token_stats import EngineGaps, TokenStats, keeps_samples
 from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
@@ -126,7 +126,7 @@ class Trainer:
         self.reference = self.backend.reference() if "reference" in models else None
         if self.reference:
             self.scorers["reference"] = partial(self.backend.scores, self.reference)
-        self.teacher = HeldTeacher.of(config, self.backend, self.objective.divergence)
+        self.teacher = Teacher.of(config, self.backend, self.objective.divergence)
         bf16, estimator = uses_bf16(section, device), self.objective.estimator
         self.critic = Critic(config, device, bf16, estimator, self.backend) if "critic" in models else None
         if self.critic:
@@ -438,8 +438,8 @@ class Trainer:
             part.optimizer.zero_grad()
             yield from (each for each in part.optimizer.tensors() if each.device.type == self.device.type)
         self.backend.free_gathered()
-        held = self.teacher and self.teacher.model
-        for model in filter(None, (*(part.model for part in self.parts), self.reference, held)):
+        held = self.reference, self.teacher and self.teacher.model
+        for model in filter(None, dict.fromkeys((*(part.model for part in self.parts), *held))):  # each once
             yield from model.parameters()
             yield from model.buffers()
 

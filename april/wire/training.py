@@ -184,6 +184,8 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     """The prompt's reference answer, for a group in the sample logs."""
     images: list[str] = []
     """Names of the prompt's images, in order; `FetchImages` gets them."""
+    hinted: bytes = b""
+    """Token ids, little-endian int32, of the prompt under which the policy teaches itself; b"" without."""
 
     @property
     def is_trained(self) -> bool:

@@ -4,7 +4,10 @@ import gc
 import math
 import weakref
 
+import numpy as np
+
 from april import wire
+from april.learner.source import decode_groups
 from april.observe.report.run_folder import read_records
 from april.wire.message import Version
 from tests.support.broker_conversation import FakeLearner, FakeWorker, joined, make_batch
@@ -21,6 +24,18 @@ def test_n_complete_groups_make_a_batch_and_abort_the_rest(talk, worker, learner
         expected.append(head.prompt_tokens)
         expected += [sample.response_tokens for sample in head.samples for _ in ("ids", "logprobs")]
     assert [len(array) for array in arrays] == expected
+
+
+def test_a_group_comes_with_its_prompt_under_a_hint(converse):
+    talk = converse("--algorithm.divergence", "forward_kl", "--algorithm.hint", "{label}#{prompt}")
+    worker, learner = joined(FakeWorker(talk)), joined(FakeLearner(talk))
+    make_batch(worker)
+    batch, arrays = learner.fetch(0)
+    head, decode = batch.groups[0], talk.service.prompts.tokenizer.decode
+    prompt, hinted = decode(np.array(arrays[0])), decode(np.frombuffer(head.hinted, "<i4"))
+    assert hinted.endswith(f"#{prompt}") and len(hinted) > len(prompt) + 1
+    [group] = decode_groups([head], [np.array(each) for each in arrays[:5]])
+    assert all(sample.hinted_prompt.tobytes() == head.hinted for sample in group[1])
 
 
 def test_the_same_step_gives_the_identical_batch(worker, learner):

@@ -15,6 +15,7 @@ def made(**sections):
 TWO = {"big": {"path": "."}, "small": {"path": "."}}
 SOURCES = {"sources": [{"path": "a.jsonl", "teacher": "small"}, {"path": "b.jsonl", "teacher": "big"}]}
 HELD = {"big": {"path": ".", "where": "learner"}}
+HINTED = {"divergence": "forward_kl", "hint": "{prompt} ({label})"}
 REFUSED = {
     "'reward.where' = 'worker' has nobody to ask": {"reward": {"where": "worker"}},
     "'teacher' = .* has several for one source": {"teacher": TWO},
@@ -34,6 +35,18 @@ REFUSED = {
     "'algorithm.divergence' = 'forward_kl' has no teacher that": {"algorithm": {"divergence": "forward_kl"}},
     "'algorithm.divergence' = 'forward_kl' compares whole": {
         "algorithm": {"divergence": "forward_kl"}, "sampling": {"top_k": 8}, "teacher": HELD,
+    },
+    "'algorithm.hint' = .* has to say once": {"teacher": {}, "algorithm": HINTED | {"hint": "{label}"}},
+    "'algorithm.hint' = .* nothing says which field of rows.jsonl": {
+        "teacher": {}, "algorithm": HINTED | {"hint": "{hint} {prompt}"},
+    },
+    "'algorithm.hint' = .* teaches nothing": {"teacher": {}, "algorithm": HINTED | {"divergence": ""}},
+    "'algorithm.hint' = .* makes the policy the teacher": {"teacher": HELD, "algorithm": HINTED},
+    "'algorithm.hint' = .* the trainer writes the prompts": {
+        "teacher": {}, "algorithm": HINTED, "data": {"source": "submitted"},
+    },
+    "'algorithm.hint' = .* ranks that share rows": {
+        "teacher": {}, "algorithm": HINTED, "learner": {"ranks": 2, "context_parallel": 2},
     },
     "'algorithm.distillation' = 'reverse_kl' compares whole": {
         "algorithm": {"distillation": "reverse_kl"}, "sampling": {"top_k": 8},

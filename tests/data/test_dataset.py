@@ -420,6 +420,21 @@ def test_too_long_prompts_are_left_out_and_counted_once(config_file, data_folder
     assert book.counts() == {"rows": 4, "bad_rows": 0, "too_long": 2}
 
 
+def test_a_prompt_has_a_hint_beside_it_unless_that_leaves_no_room_for_a_response(config_file, tmp_path):
+    records = [{"prompt": "1+1=", "label": "2", "solution": "0" * length} for length in (3, 5000)]
+    path = write_lines(tmp_path / "hints.jsonl", records)
+    words = ["--data.path", str(path), "--data.hint_key", "solution", "--algorithm.divergence", "reverse_kl"]
+    config = configuration.load(config_file, [*words, "--algorithm.hint", "{hint}={label}#{prompt}"])
+    book = PromptBook(config)
+    drawn = draws(book, (0, 0), 2)
+    assert book.counts()["bad_rows"] == 1, "the context of the policy is shorter than the second hint"
+    epoch, position = drawn[0][:2]
+    ids = np.frombuffer(book.hinted(epoch, position), "<i4")
+    assert book.tokenizer.decode(ids) == "000=2#1+1="
+    plain = PromptBook(configuration.load(config_file, ["--data.path", str(path)]))
+    assert plain.hinted(epoch, position) == b"" and plain.fingerprint != book.fingerprint
+
+
 def test_a_row_that_the_chat_template_refuses_is_left_out_and_counted(config_file, policy_folder, tmp_path):
     folder = tmp_path / "policy"
     shutil.copytree(policy_folder, folder)

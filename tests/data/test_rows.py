@@ -1,5 +1,6 @@
 """The fields that a record needs to be a row, and the mappings of published datasets."""
 
+from dataclasses import replace
 from decimal import Decimal
 
 import orjson
@@ -7,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from april.config.data import MAPPINGS, DataSection, Mapping
-from april.data.rows import BadRow, DatasetRow, make_row
+from april.data.rows import BadRow, DatasetRow, hinted_prompt, make_row
 from tests.support.dataset_records import RECORDS
 
 PLAIN = MAPPINGS["plain"]
@@ -200,3 +201,16 @@ def test_every_mapping_can_be_configured():
     assert all(DataSection(mapping=name, eval_mapping=name).mapping == name for name in MAPPINGS)
     with pytest.raises(ValidationError, match="'gsm8k'"):
         DataSection(mapping="unknown")
+
+
+def test_a_hint_goes_around_the_last_message_of_the_user():
+    said = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user", "assistant")]
+    row = DatasetRow(said, "{hint} 7", hint="{label}")
+    found = hinted_prompt(row, "{prompt}\n{label} {hint}")
+    assert found[3] == {"role": "user", "content": "user\n{hint} 7 {label}"}
+    assert [*found[:3], found[4]] == [*said[:3], said[4]]
+    assert hinted_prompt(DatasetRow("1+6=", "7"), "is it {label}? {prompt}") == "is it 7? 1+6="
+    with pytest.raises(BadRow, match="has no message of a user"):
+        hinted_prompt(DatasetRow(said[:1], "7"), "{prompt}")
+    with pytest.raises(BadRow, match="key 'h' = 3 is no hint; give text"):
+        make_row({"prompt": "p", "label": "7", "h": 3}, replace(PLAIN, hint="h"))

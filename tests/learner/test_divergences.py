@@ -8,11 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april.config import Config
-from april.learner import teacher
+from april.learner import head_divergence
+from april.learner.head_divergence import divergence_from
 from april.learner.loading import ModelError
 from april.learner.losses import DIVERGENCES
 from april.learner.packing import HeadInputs
-from april.learner.teacher import HeldTeacher, divergence_from
+from april.learner.teacher import Teacher
 from tests.support.learner.small_learner import make_config, make_policy
 
 MIX = 0.3
@@ -49,7 +50,7 @@ def probabilities(head):
 @pytest.mark.parametrize("cap", [None, 2.0], ids=["", "capped"])
 def test_pieces_have_the_value_and_the_gradient_of_whole_distributions(name, cap, monkeypatch):
     """Also by finite differences, with a teacher whose head has more ids."""
-    monkeypatch.setattr(teacher, "LOGITS", 3 * 31)
+    monkeypatch.setattr(head_divergence, "LOGITS", 3 * 31)
     policy, big = heads(torch.Generator().manual_seed(4), 40, cap)
     inputs = policy.hidden.requires_grad_(), policy.weight.requires_grad_()
     ours, theirs = divergence_from(big, PARTS[name], policy), reference(name, probabilities(big), probabilities(policy))
@@ -69,5 +70,5 @@ def test_a_teacher_that_lacks_ids_of_the_policy_is_refused(policy_folder, tmp_pa
     small.resize_token_embeddings(20)
     backend = SimpleNamespace(lm=lm, teacher=lambda path: SimpleNamespace(lm=small))
     with pytest.raises(ModelError, match="its head has 20 ids and the policy's 23, so that it says nothing"):
-        HeldTeacher.of(config, backend, PARTS["forward_kl"])
-    assert HeldTeacher.of(Config.model_validate({"model": {"path": "."}, "data": {}}), backend, None) is None
+        Teacher.of(config, backend, PARTS["forward_kl"])
+    assert Teacher.of(Config.model_validate({"model": {"path": "."}, "data": {}}), backend, None) is None

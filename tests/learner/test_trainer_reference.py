@@ -1,5 +1,7 @@
 """A step on 1 and 2 ranks equals the single-process reference, however the samples are packed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,13 @@ def three_samples(policy):
     return near_policy(TrainingBatch(0, [group]), policy, rng)
 
 
+def hinted(batch):
+    """The batch with other prompts, of other lengths, for the policy as its own teacher."""
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (9, 2, 6)]
+    [group] = batch.groups
+    return TrainingBatch(0, [[replace(one, hinted_prompt=ids) for one, ids in zip(group, prompts, strict=True)]])
+
+
 @pytest.fixture(scope="module", params=[1, 2])
 def outcome(request, policy_folder, tmp_path_factory):
     """{case: (what the ranks computed, config, batches)}"""
@@ -51,6 +60,8 @@ def outcome(request, policy_folder, tmp_path_factory):
     keys |= {"normalisation": "token_mean"}
     taught = {"teacher": make_policy(folder / "teacher", layers=1), "microbatch_tokens": 1, **unclipped}
     cases["taught"] = (config("taught", algorithm=keys, **taught), [three_samples(policy_folder)])
+    itself = config("hinted", algorithm=keys | {"hint": "{prompt}{label}"}, microbatch_tokens=1, **unclipped)
+    cases["hinted"] = (itself, [hinted(three_samples(policy_folder))])
     cases["all flat"] = (config("f", weight_decay=0.1), [flat_batch(0)])
     cases["warm-up"] = (config("w", warmup_steps=4), [flat_batch(0), batch, batch])
     results = run_ranks(request.param, [job(*case) for case in cases.values()], folder)
@@ -86,15 +97,23 @@ def test_the_parts_that_the_ranks_gather_are_the_weights_that_rank_0_gathers(out
     assert equal(result["from_parts"], result["weights"])
 
 
-def test_what_a_held_teacher_teaches_is_that_of_whole_distributions(outcome, policy_folder):
-    result, config, (batch,) = outcome["taught"]
-    folders = policy_folder, config.teacher["held"].path
+def distributions(model, sample, temperature):
+    """Of the tokens of a response, [K, V]."""
+    text = torch.from_numpy(sample.tokens[None, :-1]).long()
+    return (model(text).logits[0, sample.prompt_tokens - 1 :] / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize("case", ["taught", "hinted"])
+def test_what_a_teacher_teaches_is_that_of_whole_distributions(outcome, policy_folder, case):
+    """A model that the learner holds, or the policy itself with a hint before the response."""
+    result, config, (batch,) = outcome[case]
+    folders = policy_folder, config.teacher["held"].path if case == "taught" else policy_folder
     policy, teacher = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
-    divergence = torch.zeros(())
+    divergence, temperature = torch.zeros(()), config.sampling.temperature
     for sample in batch.samples:
-        text, first = torch.from_numpy(sample.tokens[None, :-1]).long(), sample.prompt_tokens - 1
-        theirs = teacher(text).logits[0, first:].detach().softmax(-1)
-        ours = (policy(text).logits[0, first:] / config.sampling.temperature).softmax(-1)
+        seen = sample.with_hint if case == "hinted" else sample
+        theirs = distributions(teacher, seen, temperature if case == "hinted" else 1.0).detach()
+        ours = distributions(policy, sample, temperature)
         mixed = 0.3 * theirs + 0.7 * ours
         divergence = divergence + (0.3 * theirs * (theirs / mixed).log() + 0.7 * ours * (ours / mixed).log()).sum()
     loss = 2 * divergence / 17

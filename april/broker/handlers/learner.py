@@ -320,7 +320,7 @@ def group_head(group: Group, context: BrokerContext) -> wire.GroupHead:
     number, extra = context.prompts.submission(group.row)
     return wire.GroupHead(
         group.id, group.prompt_tokens, samples, history.opened_at, history.delivered_at, number, extra,
-        images=list(group.images),
+        images=list(group.images), hinted=context.prompts.hinted(group.epoch, group.row),
     )  # fmt: skip
 
 
