@@ -13,7 +13,7 @@ pytest.register_assert_rewrite("april.workers.engines.conformance", "april.broke
 
 from april.util.objects import ObjectStore  # noqa: E402
 from tests.support import hub as hubs  # noqa: E402
-from tests.support import object_stores, small_run  # noqa: E402
+from tests.support import object_stores, open_brokers, small_run  # noqa: E402
 from tests.support.marks import SERVERS  # noqa: E402
 from tests.support.run_processes import APRIL, Job, assert_closed, wait_until  # noqa: E402
 from tests.support.small_run import make_prompts, write_config  # noqa: E402
@@ -31,6 +31,8 @@ FOLDERS = pytest.StashKey[dict]()
 """Collected folders by path."""
 
 
+LONGEST_NAME = 20_000
+"""Characters in a test's name: a parameter of many megabytes would be in each report, and in each process."""
 CACHES = re.compile(r"__pycache__|\..*|.*\.egg-info")
 """Names of cache folders, which may be left behind."""
 
@@ -73,6 +75,8 @@ def pytest_collection_modifyitems(config, items):
     address in it is another in each process, and xdist would run nothing."""
     if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{addressed[0]}: give the parameters ids of their own")
+    if long := [item.nodeid for item in items if len(item.nodeid) > LONGEST_NAME]:
+        raise pytest.UsageError(f"{long[0][:LONGEST_NAME]}...: give the parameters short ids, each process writes them")
     missing = {mark for mark, program in SERVERS.items() if not (config.rootpath / program).exists()}
     for item in items:
         needed = [mark for mark in SERVERS if item.get_closest_marker(mark)]
@@ -91,6 +95,12 @@ def policy_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory):
     return make_prompts(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def conversations():
+    yield
+    open_brokers.close_all()
 
 
 @pytest.fixture

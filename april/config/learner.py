@@ -118,6 +118,11 @@ class LearnerSection(Section):
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory for one more forward pass."
     )
+    activations_on_host: bool = Field(
+        False,
+        description="With activation_checkpointing: keep the inputs of layers in the host's memory between forward and "
+        "backward pass. The accelerator holds the activations of one layer, and each input crosses the bus twice.",
+    )
     compile: bool = Field(
         False,
         description="Compile the policy's layers and the scoring of its head with torch.compile, with the fsdp back "

@@ -210,12 +210,12 @@ def teacher_bytes(config: Config) -> float:
 
 def activations_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes of a micro-batch's activations: those of all layers; with activation checkpointing, the input of every
-    layer and all activations of one layer."""
+    layer, unless that is on the host, and all activations of one layer."""
     learner = config.learner
     kept = shape.compiled_bytes if learner.compile else shape.kept_bytes
     each = shape.layers * kept
     if learner.activation_checkpointing:
-        each = shape.layers * 2 * shape.hidden + kept
+        each = (0 if learner.activations_on_host else shape.layers * 2 * shape.hidden) + kept
     return float(pass_tokens(config) * each * (2 if learner.compute == "fp32" else 1))
 
 

@@ -88,7 +88,8 @@ def needs_of(config: Config) -> Needs:
     logits = min(BLOCK_LOGITS, tokens * sizes.vocabulary)
     kept, head = sizes.kept_bytes, float(sizes.vocabulary * sizes.hidden * HEAD_BYTES + logits * LOGIT_BYTES)
     if section.activation_checkpointing:  # the head is done with before the first layer is computed again
-        kept, head = sizes.layers * sizes.hidden * (4 if fp32 else 2), max(head, tokens * sizes.largest_bytes)
+        inputs = 0 if section.activations_on_host else sizes.layers * sizes.hidden * (4 if fp32 else 2)
+        kept, head = inputs, max(head, tokens * sizes.largest_bytes)
     learner = {
         "weights": (policy * (2 if has_reference else 1) + critics * each + teacher_bytes(config)) / ranks,
         "gradients": trained * each / ranks,
@@ -137,6 +138,9 @@ def changes(config: Config) -> Iterator[Change]:
             yield Change(keys, 2 + size / 8, f"{size} ranks share each sequence")
     if not section.activation_checkpointing and offloads:
         yield Change({"learner.activation_checkpointing": True}, 3, "a third forward pass in each step")
+    if not section.activations_on_host and offloads:
+        keys = {"learner.activation_checkpointing": True, "learner.activations_on_host": True}
+        yield Change(keys, 4.5, "a third forward pass in each step, and inputs of layers cross the bus twice")
     if config.devices.share and not config.devices.turns:
         yield Change({"devices.turns": True}, 4, "nothing is generated while the learner trains")
     if not section.optimizer_on_host and section.optimizer not in WHOLE_MATRICES and offloads:
@@ -160,11 +164,12 @@ def ways_to_fit(config: Config, memory_bytes: float, most: int = 3) -> list[tupl
     """The `most` cheapest sets of changes with which a run fits into accelerators of so many bytes, each with what it
     then needs. No set contains another."""
     found: list[tuple[list[Change], Needs]] = []
+    smaller: list[list[tuple[str, Any]]] = []
     offered = list(changes(config))
     sets = [list(chosen) for count in (1, 2, 3, 4) for chosen in combinations(offered, count)]
     for chosen in sorted(sets, key=lambda chosen: sum(change.cost for change in chosen)):
-        keys = [key for change in chosen for key in change.keys]
-        if len(keys) > len(set(keys)) or any(all(each in chosen for each in other) for other, _ in found):
+        keys = [item for change in chosen for item in change.keys.items()]
+        if len(keys) > len(dict(keys)) or any(set(other) <= set(keys) for other in smaller):
             continue
         changed = config
         for change in chosen:
@@ -176,6 +181,7 @@ def ways_to_fit(config: Config, memory_bytes: float, most: int = 3) -> list[tupl
         needs = needs_of(changed)
         if not objection(changed, needs, memory_bytes):
             found.append((chosen, needs))
+            smaller.append(keys)
             if len(found) == most:
                 break
     return found

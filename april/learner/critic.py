@@ -21,7 +21,7 @@ from april.learner import attention
 from april.learner.backends.backend import Backend, clip_gradients
 from april.learner.checkpoint import CheckpointPart
 from april.learner.frozen_base import in_bf16
-from april.learner.loading import empty_model
+from april.learner.loading import empty_model, hold_inputs_on_host
 from april.learner.losses.gae import value_losses, whitened
 from april.learner.losses.kl import k1
 from april.learner.losses.ranks import Ranks
@@ -67,6 +67,8 @@ class Critic:
         """`backend` has the policy, whose micro-batches the critic gets."""
         self.section, self.device, self.estimator, self.ranks = config.critic, device, estimator, backend.ranks
         model = empty_value_model(config.model.path, config.learner.activation_checkpointing)
+        if config.learner.activations_on_host:
+            hold_inputs_on_host(model.lm, pinned=device.type == "cuda")
         if config.learner.freeze_vision:
             freeze_tower(model.lm)
         if config.learner.master_weights == "bf16":

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,19 @@ def recompute_layers(lm: nn.Module) -> None:
         )
     row = getattr(text_model(lm), "packed_row", None)
     lm.gradient_checkpointing_enable({"use_reentrant": False} | ({"context_fn": row.contexts} if row else {}))
+
+
+def hold_inputs_on_host(lm: nn.Module, pinned: bool) -> None:
+    """Have the forward pass of a model whose layers are recomputed move the input of each layer to the host's memory,
+    page-locked if `pinned`, from which the backward pass takes it back, in place."""
+    forward = lm.base_model.forward
+
+    @wraps(forward)
+    def forward_with_inputs_on_host(*inputs: Any, **named: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+            return forward(*inputs, **named)
+
+    lm.base_model.forward = forward_with_inputs_on_host
 
 
 def turn_off_noise(config: PreTrainedConfig) -> None:

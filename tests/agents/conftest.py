@@ -71,6 +71,7 @@ def loop():
     yield loop
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
+    loop.close()
 
 
 @pytest.fixture

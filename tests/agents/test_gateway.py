@@ -257,7 +257,7 @@ def test_a_tool_call_that_cannot_be_parsed_is_returned_as_text(meet):
     assert ask(client, "12*3=").choices[0].message.content == "CALLxEND"
 
 
-@pytest.mark.parametrize("arguments", ["[" * 3000, "[" * 400 + "]" * 400, "9" * 5000])
+@pytest.mark.parametrize("arguments", ["[" * 3000, "[" * 400 + "]" * 400, "9" * 5000], ids=["open", "deep", "long"])
 def test_an_answer_with_arguments_that_no_api_could_repeat_is_returned_as_text(meet, arguments, monkeypatch):
     client, _, session, _ = meet("5*3", template=MARKED, response_template=CALLS)
     call = {"function": {"name": "times", "arguments": arguments}}

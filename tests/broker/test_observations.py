@@ -97,6 +97,7 @@ def test_an_observation_without_a_turn_or_beyond_the_budget_is_invalid(
         ([-1], b"", "ids are from 0"),
         ([10_000], b"", "ids are from 0"),
     ],
+    ids=["a long state", "negative", "beyond the vocabulary"],
 )
 def test_a_malformed_observation_changes_nothing(talk, worker, ids, state, wrong):
     grant = finish_evaluation(worker)[0]

@@ -46,12 +46,12 @@ def test_a_kill_of_each_part_and_a_dead_connection_cost_nothing_that_was_acknowl
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_twenty_kills_cost_nothing_that_was_acknowledged(chaos):
+def test_kills_of_all_parts_cost_nothing_that_was_acknowledged(chaos):
     run = chaos(tokens_between=200)
     run.go_on()
     for phase in DELICATE:
         run.kill("broker", phase, PATIENCE_S)
-    for victim in random.sample(["broker", "worker", "learner"] * 6, 18):
+    for victim in random.sample(["broker", "worker", "learner"] * 3, 9):
         run.kill(victim, run.aim(victim))
     run.finish()
     print(run.table(), f"power losses that took bytes: {run.cuts()}", sep="\n")
@@ -61,10 +61,10 @@ def test_twenty_kills_cost_nothing_that_was_acknowledged(chaos):
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_ten_kills_under_agents_cost_nothing_that_was_said(chaos):
+def test_kills_under_agents_cost_nothing_that_was_said(chaos):
     run = chaos(tokens_between=100, agents=True)
     run.go_on()
-    for victim in random.sample([*run.victims, *run.victims], 10):
+    for victim in random.sample([*run.victims, *run.victims], 8):
         run.kill(victim, run.aim(victim))
     run.finish()
     history = SessionHistory(run.run_dir, PROMPTS)
@@ -113,10 +113,10 @@ def test_single_calls_that_fail_cost_nothing_and_stop_nothing(tmp_path, policy_f
     """A slice of each part of the sweep of `benchmarks/faults.py`."""
     run = FailingRun(tmp_path, policy_folder, data_folder, SWEEPS[part])
     try:
-        swept = run.sweep(calls=4, until=time.monotonic() + 180)
+        swept = run.sweep(calls=2, until=time.monotonic() + 180)
     finally:
         run.end()
-    assert len(swept.failed) == 4 and swept.stuck == [] and swept.lost == [] and not swept.discarded
+    assert len(swept.failed) == 2 and swept.stuck == [] and swept.lost == [] and not swept.discarded
 
 
 @pytest.mark.full

@@ -81,6 +81,7 @@ def test_a_name_is_that_of_the_pixels():
         (file_of(Image.new("I;16", (16, 16))), "8 bits"),
         (bytes(32 << 20) + b"more", "bytes, more than"),
     ],
+    ids=["no picture", "a part of one", "many pixels", "narrow", "16 bits", "many bytes"],
 )
 def test_what_cannot_be_prepared_is_refused_with_a_sentence(source, why):
     with pytest.raises(BadRow, match=why):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from tests.mutants import runner
+from tests.mutants import in_place, runner
 from tests.mutants.catalogue import BadMutant, Mutant, load
 from tests.mutants.runner import Choice, Tree
 
@@ -53,11 +53,24 @@ def judge(mutants: list[Mutant], blind: bool, jobs: int, with_log: bool) -> dict
     with tempfile.TemporaryDirectory(prefix="april-mutants-") as folder:
         trees = [Tree.of_source(Path(folder) / "0")]
         trees += [trees[0].copy(Path(folder) / str(number)) for number in range(1, min(jobs, len(mutants)))]
-        own = {mutant: Choice(frozenset([mutant.caught_by]), short=blind) for mutant in mutants}
-        verdicts = hold_against(own, trees, with_log)
+        verdicts = {} if blind or with_log else caught_in_place(mutants, trees)
+        own = {
+            mutant: Choice(frozenset([mutant.caught_by]), short=blind)
+            for mutant in mutants
+            if mutant.name not in verdicts
+        }
+        verdicts |= hold_against(own, trees, with_log) if own else {}
         if blind and (left := [mutant for mutant in mutants if verdicts[mutant.name] != "caught"]):
             print(f"{len(left)} against the whole short form", flush=True)
             verdicts |= hold_against(dict.fromkeys(left, Choice(short=True)), trees, with_log)
+    return verdicts
+
+
+def caught_in_place(mutants: list[Mutant], trees: list[Tree]) -> dict[str, str]:
+    verdicts = {}
+    for mutant, test, seconds in in_place.caught(mutants, trees):
+        verdicts[mutant.name] = "caught"
+        print(f"{'CAUGHT':<10} {mutant.name} by {test} in {seconds:.1f} s", flush=True)
     return verdicts
 
 

@@ -1,7 +1,7 @@
 """Runs tests against copies of the tree in which a fault is planted. The tree itself is only read.
 
 A process that has imported what is heavy, and nothing of April, forks a child for each mutant. The child imports April
-and the tests from its copy, also in the processes that it starts, and runs pytest there.
+and the tests from its copy, also in the processes that it starts, and runs pytest there. `in_place` imports them once.
 """
 
 import compileall
@@ -206,7 +206,8 @@ class Job:
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
-            run_pytest(self.tree, self.choice, self.mutant is None)
+            plugins = [Outcomes(self.tree.folder / OUTCOMES, self.choice.tests)]
+            run_pytest(self.tree, self.choice.arguments(), plugins, self.mutant is None)
 
     def is_over(self) -> bool:
         if time.monotonic() - self.began > self.choice.limit_s:
@@ -228,7 +229,7 @@ class Job:
         return Result(outcomes, time.monotonic() - self.began, log)
 
 
-def run_pytest(tree: Tree, choice: Choice, whole: bool) -> None:
+def run_pytest(tree: Tree, arguments: list[str], plugins: list[object], whole: bool) -> None:
     """In a child: become a pytest that stands in the tree. Not `whole`, it ends with the first failure, and leaves no
     bytecode. Does not return."""
     status = 70
@@ -241,19 +242,22 @@ def run_pytest(tree: Tree, choice: Choice, whole: bool) -> None:
         os.chdir(tree.root)
         os.environ["PYTHONPATH"] = str(tree.root)
         if not whole:
-            sys.dont_write_bytecode = True
-            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            leave_no_bytecode()
         forget("tests")
         sys.path[:] = [str(tree.root), *(path for path in sys.path if path and Path(path) != ROOT)]
         importlib.invalidate_caches()
         options = ["-q", "-p", "no:cacheprovider", *([] if whole else ["-x", f"--timeout={TEST_LIMIT_S}"])]
-        plugins = [Outcomes(tree.folder / OUTCOMES, choice.tests), SharedPolicy(tree.folder / "policy")]
-        status = pytest.main([*options, *choice.arguments()], plugins=plugins)
+        status = pytest.main([*options, *arguments], plugins=[*plugins, SharedPolicy(tree.folder / "policy")])
         home = Path(sys.modules["april"].__file__)
         if not home.is_relative_to(tree.root):
             raise RuntimeError(f"the tests took April from {home}, not from the copy")
     finally:
         os._exit(status)
+
+
+def leave_no_bytecode() -> None:
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
 def forget(package: str) -> None:

@@ -20,6 +20,7 @@ from april.observe.report.run_folder import read_records
 from april.wire.message import Version
 from april.wire.rows import chunk_row, observation_row, pack_rows, padded
 from april.workers.scoring import leases_of
+from tests.support.open_brokers import OPEN
 
 LEARNERS = itertools.count()
 
@@ -32,6 +33,7 @@ class Conversation:
         self.now = 1_000_000.0
         self.peers = {}
         self.start()
+        OPEN.append(self)
 
     def start(self):
         broker = self.config.broker
@@ -45,11 +47,14 @@ class Conversation:
 
     def restart_broker(self):
         """Kill and restart the broker; peers have to say hello again."""
+        self.close()
+        self.peers = {}
+        self.start()
+
+    def close(self):
         self.journal.close()
         self.service.note.close()
         self.service.prompts.close()
-        self.peers = {}
-        self.start()
 
     @property
     def ledger(self):

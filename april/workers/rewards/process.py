@@ -138,6 +138,8 @@ class ItemReader:
 
     def __init__(self, descriptor: int, rules: RewardRules):
         self._descriptor, self._rules = descriptor, rules
+        self._arrived = select.poll()
+        self._arrived.register(descriptor, select.POLLIN)
         self._unread = bytearray()
         self._items: deque[Item | GroupItem] = deque()
         self._decoder = msgspec.msgpack.Decoder(Item | GroupItem)
@@ -155,7 +157,7 @@ class ItemReader:
 
     def _has(self, verifier: str) -> bool:
         """Whether the next item has arrived and can join a batch of this verifier; does not wait."""
-        while not self._items and select.select([self._descriptor], [], [], 0)[0]:
+        while not self._items and self._arrived.poll(0):
             if not self._read():
                 return False
         return bool(self._items) and self._items[0].verifier == verifier and not self._items[0].timeouts

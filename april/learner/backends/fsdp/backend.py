@@ -14,6 +14,7 @@ from april.learner import checkpoint, frozen_base, lora, performance, weight_par
 from april.learner.backends.backend import Backend, clip_gradients
 from april.learner.checkpoint import CheckpointPart
 from april.learner.context import check_sharing, context_groups
+from april.learner.loading import hold_inputs_on_host
 from april.learner.model import empty_policy, gather_tensors, load_sharded, uses_bf16
 from april.learner.vision import ImagePacker, freeze_tower
 from april.weights.base import AdapterWeights, BaseWeights
@@ -29,6 +30,8 @@ class FSDPBackend(Backend):
         self.config, self.device = config, device
         section, path = config.learner, config.model.path
         policy = empty_policy(path, config.sampling.temperature, section.activation_checkpointing)
+        if section.activations_on_host:
+            hold_inputs_on_host(policy.lm, pinned=device.type == "cuda")
         self.images = ImagePacker.of(policy.lm, path)
         if section.freeze_vision:
             freeze_tower(policy.lm)

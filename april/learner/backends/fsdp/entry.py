@@ -42,6 +42,13 @@ class FSDPEntry(BackendEntry):
     @classmethod
     def check(cls, config: Config) -> None:
         super().check(config)
+        if config.learner.activations_on_host and not config.learner.activation_checkpointing:
+            refuse(
+                "learner.activations_on_host",
+                True,
+                "moves the inputs of layers that are recomputed, and none is",
+                "set learner.activation_checkpointing = true",
+            )
         if config.lora.is_set and not config.learner.freeze_vision:
             refuse(
                 "learner.freeze_vision",

@@ -43,6 +43,7 @@ class MegatronEntry(BackendEntry):
             f"sampling.top_k = {config.sampling.top_k}, top_p = {config.sampling.top_p} and "
             f"min_p = {config.sampling.min_p}": config.sampling.is_cut,
             "learner.activation_checkpointing = true": learner.activation_checkpointing,
+            "learner.activations_on_host = true": learner.activations_on_host,
             "learner.compile = true": learner.compile,
             f"learner.optimizer = {learner.optimizer!r}": learner.optimizer != DEFAULT,
             "learner.optimizer_on_host = true": learner.optimizer_on_host,
