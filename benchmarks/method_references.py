@@ -64,7 +64,7 @@ def divergence_gaps(rng: Generator) -> Iterator[float]:
         divergence = bound(DIVERGENCES.find(name), configured(divergence_mix=mix).algorithm)
         heads = HeadInputs(seen, teacher, 1.0, None), HeadInputs(hidden, policy, 0.8, None)
         found = divergence_from(heads[0], divergence, heads[1])
-        yield float((found - expected).abs().max())
+        yield float((found - expected).detach().abs().max())
         gradients = (torch.autograd.grad(each.sum(), inputs, retain_graph=True) for each in (found, expected))
         for one, other in zip(*gradients, strict=True):
             yield float((one - other).abs().max())
