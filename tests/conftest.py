@@ -31,7 +31,7 @@ FOLDERS = pytest.StashKey[dict]()
 """Collected folders by path."""
 
 
-LONGEST_NAME = 20_000
+LONGEST_NAME = 6000
 """Characters in a test's name: a parameter of many megabytes would be in each report, and in each process."""
 CACHES = re.compile(r"__pycache__|\..*|.*\.egg-info")
 """Names of cache folders, which may be left behind."""

@@ -215,7 +215,11 @@ def test_programs_of_a_killed_verifier_process_end_with_it(make_pool):
     assert_none_is_left()
 
 
-@pytest.mark.parametrize("expression", ["9^{9^{9^{9^9}}}", full("(10^{10^{10}})!"), full("\\left(" * 3000)])
+@pytest.mark.parametrize(
+    "expression",
+    ["9^{9^{9^{9^9}}}", full("(10^{10^{10}})!"), full("\\left(" * 3000)],
+    ids=["a tower", "a factorial", "brackets"],
+)
 def test_a_pathological_expression_is_an_error_or_wrong_and_stalls_nobody(make_pool, expression):
     pool = make_pool(timeout_s=4.0, memory_mb=1024, verifiers=("math",))
     pathological, after = verified(pool, ("math", f"\\boxed{{{expression}}}", "12"), ("math", "\\boxed{12}", "12"))

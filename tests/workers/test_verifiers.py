@@ -263,7 +263,11 @@ def test_a_label_of_gsm8k_that_is_not_a_number_is_an_error():
     assert score.reward is None and "label 'one' is not a number" in score.error
 
 
-@pytest.mark.parametrize("text", ["#### " + " " * 10**6, "####" * 10**5, "#### " + "1" * 10**6 + "/2", "*$" * 10**5])
+@pytest.mark.parametrize(
+    "text",
+    ["#### " + " " * 10**6, "####" * 10**5, "#### " + "1" * 10**6 + "/2", "*$" * 10**5],
+    ids=["blanks", "marks", "digits", "dollars"],
+)
 def test_gsm8k_reads_a_hostile_response_in_linear_time(text):
     """Within the limit of the suite: in quadratic time each would take hours."""
     assert gsm8k(text, "1", "stop")[0] == 0.0

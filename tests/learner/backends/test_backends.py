@@ -19,6 +19,7 @@ from april.config.checks import check
 from april.learner import checkpoint
 from april.learner.trainer import Trainer
 from tests.support.learner.comparison import equal
+from tests.support.learner.frozen_weights import short
 from tests.support.learner.reference import ReferenceLearner
 from tests.support.learner.small_learner import job, make_config, make_policy, settings, uneven_batch
 
@@ -108,7 +109,8 @@ def outcome(request, models, batches, begun, tmp_path_factory):
 
     jobs = {f"loaded {name}": (config(f"loaded-{name}", name), [], models[name]) for name in MODELS}
     for name, (model, keys) in ONE_STEP.items():
-        jobs[f"step {name}"] = (config(f"step-{name}", model, keys, **UNCLIPPED), batches[:1], models[model])
+        given = short(batches[0]) if name == "opob" else batches[0]  # its weights are products over a response
+        jobs[f"step {name}"] = (config(f"step-{name}", model, keys, **UNCLIPPED), [given], models[model])
     for model in RUNS:
         whole, taken = (config(f"{name}-{model}", model, algorithm=KL, **LEARNS) for name in ("whole", "taken"))
         jobs[f"whole {model}"] = jobs[f"resumed {model}"] = (whole, batches, models[model])
