@@ -108,6 +108,7 @@ def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
         "data.eval_path (prompts)": NO_FINGERPRINT,
         "evaluation.sets (names)": ", ".join(config.evaluation.sets) or NO_FINGERPRINT,
         "environment.name": config.environment.name,
+        "algorithm.hint": config.algorithm.hint or NO_FINGERPRINT,
     }
     for number, held_out in prompts.held_out.items():
         key = f"{held_out.settings.key}.path (prompts)" if number else "data.eval_path (prompts)"

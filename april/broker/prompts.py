@@ -63,6 +63,8 @@ class PromptBook:
         self._config, self.seed = config, config.seed
         self.encoded = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
         """Token ids of a row by its number, or None if it cannot be drawn; cached for the next epoch."""
+        self._has_lost_hints = False
+        """Whether a drawn row's hint could not be told, which is said once."""
         self._prepared_until = 0, 0
         """(epoch, position) of the first prompt whose images are not prepared ahead of its drawing."""
         self._drawn = lru_cache(maxsize=16)(self._draw)
@@ -189,7 +191,7 @@ class PromptBook:
     def _encode_row(self, number: int) -> bytes | None:
         try:
             tokens = self._encode(self.rows, self.rows[number])
-            self._encode_hinted(self.rows[number])
+            self.encode_hinted(self.rows[number])
         except BadRow as error:
             if number not in self.untokenisable:
                 self._last_refusal = str(error)
@@ -206,10 +208,17 @@ class PromptBook:
         return tokens
 
     def hinted(self, epoch: int, position: int) -> bytes:
-        """Token ids, int32, of the prompt under which the policy teaches itself; empty without `algorithm.hint`."""
-        return self._encode_hinted(self.row(epoch, position))
+        """Token ids, int32, of the prompt under which the policy teaches itself; empty without `algorithm.hint`, and
+        for a row that had room for its hint when it was drawn and has none now."""
+        try:
+            return self.encode_hinted(self.row(epoch, position))
+        except BadRow as error:
+            if not self._has_lost_hints:
+                log.warning("position %d of epoch %d is trained without its hint: %s", position, epoch, error)
+            self._has_lost_hints = True
+            return b""
 
-    def _encode_hinted(self, row: DatasetRow) -> bytes:
+    def encode_hinted(self, row: DatasetRow) -> bytes:
         """Raises BadRow, also for a prompt that leaves no room for a response in the context."""
         config = self._config
         if not config.algorithm.hint:

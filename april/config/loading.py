@@ -379,11 +379,19 @@ def make_paths_absolute(tree: Any, folder: Path, given: Collection[str] | None =
             elif value == NONE and model.unset_value(name) is not NONE:
                 continue
             elif isinstance(value, str) and not any(value in get_args(k) for k in kinds if get_origin(k) is Literal):
-                is_there = (given is None or value in given) and (folder / value).exists()
-                of_hub = HUB_NAME in field.metadata and is_hub_name(value) and not is_there
+                of_hub = HUB_NAME in field.metadata and is_hub_name(value)
+                of_hub = of_hub and not ((given is None or value in given) and is_there(folder / value))
                 is_file = NAME_OR_FILE in field.metadata and Path(value).suffix
                 if is_file or (not of_hub and (Path in kinds or HUB_NAME in field.metadata)):
                     table[name] = absolute_path(value, folder)
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file or folder is there; no file system has one whose name it refuses."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def texts_in(value: Any) -> Iterator[str]:

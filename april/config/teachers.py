@@ -71,6 +71,13 @@ def check_hint(config: Config) -> None:
         return
     if hint.count("{prompt}") != 1:
         refuse(key, hint, "has to say once where the prompt goes", "write {prompt} there")
+    if hint.strip() == "{prompt}":
+        refuse(
+            key, hint, "is the prompt alone, after which the policy teaches itself nothing", "write a hint beside it"
+        )
+    unknown = sorted({*re.findall(r"(?<![\w}])\{[a-z_]+\}", hint)} - {"{prompt}", "{label}", "{hint}"})
+    if unknown:
+        refuse(key, hint, f"names {unknown[0]}, which no row has", "write {prompt}, {label} or {hint}")
     lacking = [str(source.path) for source in data.train_sources if not source.hint_key]
     if "{hint}" in hint and lacking:
         refuse(key, hint, f"has a {{hint}}, and nothing says which field of {lacking[0]} it is", "set data.hint_key")

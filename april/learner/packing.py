@@ -150,6 +150,8 @@ class MicroBatch:
     """Images of the sequences; None if those of no rank have any."""
     hinted: "MicroBatch | None" = None
     """The same targets, after prompts with hints; None without hints."""
+    has_hint: Tensor | None = None
+    """Which targets have a hint in `hinted`, bool [K]; None without hints."""
     divergence: Callable[[HeadInputs], Tensor] | None = None
     """Divergence of the policy from a teacher at each target, float32 [K]; None without a teacher."""
     exchange: Exchange | None = None
@@ -173,9 +175,12 @@ def pack(samples: list[TrainSample], device: torch.device, images: ImagePacker |
     if images and not any(sample.images for sample in samples):
         packed = [*packed, images.blank]
     found = join(packed, device, not samples, images)
-    if not any(len(sample.hinted_prompt) for sample in samples):
+    hints = [len(sample.hinted_prompt) > 0 for sample in samples]
+    if not any(hints):
         return found
-    return replace(found, hinted=join([sample.with_hint for sample in samples], device, False, None))
+    hinted = [sample.with_hint if hint else sample for sample, hint in zip(samples, hints, strict=True)]
+    has_hint = torch.from_numpy(np.repeat(hints, [sample.sampled_tokens for sample in samples])).to(device)
+    return replace(found, hinted=join(hinted, device, False, None), has_hint=has_hint)
 
 
 def join(samples: list[TrainSample], device: torch.device, is_dummy: bool, images: ImagePacker | None) -> MicroBatch:

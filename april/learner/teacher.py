@@ -5,13 +5,13 @@ teacher = Teacher.of(config, backend, divergence)       # None if the configurat
 backend.backward(teacher.shown(micros), loss)           # the policy returns the divergence from it as a third column
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from april.config import Config
 from april.config.teachers import held_teacher
@@ -19,7 +19,7 @@ from april.learner.backends.backend import Backend
 from april.learner.batch import TrainSample
 from april.learner.head_divergence import Divergence, divergence_from
 from april.learner.loading import ModelError
-from april.learner.packing import MicroBatch, input_tokens
+from april.learner.packing import HeadInputs, MicroBatch, input_tokens
 from april.learner.performance import Cost, Seconds, forward_cost, untimed
 from april.util.pulse import MAIN
 
@@ -27,9 +27,10 @@ from april.util.pulse import MAIN
 class Teacher:
     """A model, and the divergence from it."""
 
-    def __init__(self, model: nn.Module, cost: Cost, divergence: Divergence):
-        """`model` returns `HeadInputs` of a micro-batch where it is asked for them; `cost` is that of its passes."""
-        self.model, self.cost, self.divergence = model, cost, divergence
+    def __init__(self, model: nn.Module, cost: Cost, divergence: Divergence, by_hint: bool = False):
+        """`model` returns `HeadInputs` of a micro-batch where it is asked for them; `cost` is that of its passes;
+        `by_hint`: it is the policy, which teaches only where it sees a hint."""
+        self.model, self.cost, self.divergence, self.by_hint = model, cost, divergence, by_hint
 
     @classmethod
     def of(cls, config: Config, backend: Backend, divergence: Divergence | None) -> Self | None:
@@ -39,7 +40,7 @@ class Teacher:
         if divergence is None:
             return None
         if section is None:
-            return cls(backend.policy, backend.cost, divergence)
+            return cls(backend.policy, backend.cost, divergence, by_hint=True)
         model = backend.teacher(section.path)
         ours, theirs = (lm.get_output_embeddings().weight.shape[0] for lm in (backend.lm, model.lm))
         if theirs < ours:
@@ -60,4 +61,10 @@ class Teacher:
             MAIN.again()
             with seconds("teacher_s"), torch.no_grad():
                 states = self.model(micro.hinted or micro, inputs_alone=True)
-            yield replace(micro, divergence=partial(divergence_from, states, self.divergence))
+            found = partial(divergence_from, states, self.divergence)
+            yield replace(micro, divergence=partial(where_hinted, micro.has_hint, found) if self.by_hint else found)
+
+
+def where_hinted(has_hint: Tensor | None, divergence: Callable[[HeadInputs], Tensor], policy: HeadInputs) -> Tensor:
+    """The divergence at targets with a hint, and 0 at all others, where the policy would learn its own rounding."""
+    return divergence(policy) * (0.0 if has_hint is None else has_hint)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from april.config import Config, ConfigError
+from april.config import Config, ConfigError, load
 from april.config.teachers import check_teachers, teacher_of
 from april.learner.backends.entry import BackendEntry
 
@@ -40,6 +40,10 @@ REFUSED = {
     "'algorithm.hint' = .* nothing says which field of rows.jsonl": {
         "teacher": {}, "algorithm": HINTED | {"hint": "{hint} {prompt}"},
     },
+    "'algorithm.hint' = .* is the prompt alone": {"teacher": {}, "algorithm": HINTED | {"hint": " {prompt} "}},
+    "'algorithm.hint' = .* names {answer}, which no row has": {
+        "teacher": {}, "algorithm": HINTED | {"hint": r"{prompt} \boxed{x} {answer}"},
+    },
     "'algorithm.hint' = .* teaches nothing": {"teacher": {}, "algorithm": HINTED | {"divergence": ""}},
     "'algorithm.hint' = .* makes the policy the teacher": {"teacher": HELD, "algorithm": HINTED},
     "'algorithm.hint' = .* the trainer writes the prompts": {
@@ -52,6 +56,13 @@ REFUSED = {
         "algorithm": {"distillation": "reverse_kl"}, "sampling": {"top_k": 8},
     },
 }  # fmt: skip
+
+
+def test_a_hint_may_be_longer_than_a_name_of_a_file(config_file):
+    hint = "{prompt} " + "because " * 125
+    assert load(config_file, ["--algorithm.divergence", "forward_kl", "--algorithm.hint", hint]).algorithm.hint == hint
+    with pytest.raises(ConfigError, match=r"'data.path' = 'a+/b' is no file or folder here"):
+        load(config_file, ["--data.path", "a" * 1000 + "/b"])
 
 
 @pytest.mark.parametrize("why", REFUSED)

@@ -10,6 +10,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 from april import config as configuration
+from april.broker.header import check_header, make_header
+from april.broker.journal.files import JournalError
 from april.broker.prompts import PromptBook
 from april.config import ConfigError, DataSection, SourceSection
 from april.data import dataset as module
@@ -431,6 +433,10 @@ def test_a_prompt_has_a_hint_beside_it_unless_that_leaves_no_room_for_a_response
     epoch, position = drawn[0][:2]
     ids = np.frombuffer(book.hinted(epoch, position), "<i4")
     assert book.tokenizer.decode(ids) == "000=2#1+1="
+    assert all(book.hinted(epoch, place) == b"" for place in range(2) if place != position)
+    longer = configuration.load(config_file, [*words, "--algorithm.hint", "{prompt}" + "1" * 1000])
+    with pytest.raises(JournalError, match=r"key 'algorithm.hint' was "):
+        check_header(make_header(config, book), make_header(longer, book))
     plain = PromptBook(configuration.load(config_file, ["--data.path", str(path)]))
     assert plain.hinted(epoch, position) == b"" and plain.fingerprint != book.fingerprint
 

@@ -1,8 +1,10 @@
 """Distillation as a loss: divergences over the whole vocabulary, made by pieces, with their true gradient."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,9 +14,9 @@ from april.learner import head_divergence
 from april.learner.head_divergence import divergence_from
 from april.learner.loading import ModelError
 from april.learner.losses import DIVERGENCES
-from april.learner.packing import HeadInputs
+from april.learner.packing import HeadInputs, pack
 from april.learner.teacher import Teacher
-from tests.support.learner.small_learner import make_config, make_policy
+from tests.support.learner.small_learner import make_config, make_policy, make_sample
 
 MIX = 0.3
 PARTS = {name: DIVERGENCES.find(name) for name in DIVERGENCES.shipped}
@@ -72,3 +74,17 @@ def test_a_teacher_that_lacks_ids_of_the_policy_is_refused(policy_folder, tmp_pa
     with pytest.raises(ModelError, match="its head has 20 ids and the policy's 23, so that it says nothing"):
         Teacher.of(config, backend, PARTS["forward_kl"])
     assert Teacher.of(Config.model_validate({"model": {"path": "."}, "data": {}}), backend, None) is None
+
+
+def test_a_policy_teaches_itself_only_where_it_sees_a_hint():
+    plain, shown = (make_sample(np.random.default_rng(3), 3, tokens, 1.0) for tokens in (2, 4))
+    shown = replace(shown, hinted_prompt=np.arange(5, 12, dtype=np.int32))
+    micros = [pack(samples, torch.device("cpu")) for samples in ([plain, shown], [plain])]
+    assert micros[0].hinted.seq_lens == [4, 10] and micros[0].hinted.targets.equal(micros[0].targets)
+
+    def head(micro, inputs_alone=True):
+        return HeadInputs(torch.ones(len(micro.targets), 5), torch.ones(31, 5), 1.0, None)
+
+    teacher = Teacher(head, None, lambda theirs, ours: torch.ones(len(ours)), by_hint=True)
+    found = [micro.divergence(head(micro)).tolist() for micro in teacher.shown(micros)]
+    assert found == [[0, 0, 1, 1, 1, 1], [0, 0]]
