@@ -160,6 +160,7 @@ class WeightsSection(Section):
     whole_every: int = Field(
         8,
         ge=2,
+        le=100,
         description="Interval of whole snapshots with delta = 'auto', counted in snapshots. A high value saves "
         "writing; a worker that joins reads the last whole one and all deltas since.",
     )

@@ -116,7 +116,7 @@ class SnapshotWriting:
         written: list[WrittenFile] | str
         try:
             written = self.folders.write_part(part, rank, self._base)
-        except StoreError as error:
+        except Exception as error:  # the other ranks wait for what becomes of each
             written = f"rank {rank} cannot write its part of weights {part.version}: {error}"
         files = list[WrittenFile]()
         for its in all_gather_values(written, list[WrittenFile] | str, self.group):
@@ -138,7 +138,9 @@ class SnapshotWriting:
     def _prune(self) -> None:
         try:
             kept = {folder.version for chain in self._chains for folder in chain}
-            self.folders.prune(kept, self.config.weights.transfer_deadline_s)
+            weights = self.config.weights
+            links = weights.whole_every if weights.delta == "auto" else 1  # each has a deadline of its own
+            self.folders.prune(kept, links * weights.transfer_deadline_s)
         except StoreError as error:
             log.warning("not all old snapshots could be removed, which the next one tries again: %s", error)
 

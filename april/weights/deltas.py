@@ -83,7 +83,7 @@ def apply_delta(data: Tensor, base: Mapping[str, Tensor], buffers: ReusedBuffers
                 content = content[size:]
             if hashlib.sha256(values.data).hexdigest() != each.digest:
                 raise WrongBase(f"tensor {each.head.name} is not the learner's once its delta is applied")
-    except (struct.error, msgspec.DecodeError, zstandard.ZstdError, ValueError, IndexError) as error:
+    except (struct.error, msgspec.DecodeError, zstandard.ZstdError, ValueError, IndexError, MemoryError) as error:
         raise SnapshotError(f"a delta of weights cannot be read: {error}") from error
     return tensors
 

@@ -205,10 +205,13 @@ class SnapshotFolders:
         deadline, sums = clock.now() + timeout_s, self._checksums(folder)
         chain = self._chain(folder, sums)
         if chain and (held is None or held.folder != chain[-1]):
-            other = f"those at hand are {held.folder.version}" if held else "there are none at hand"
-            raise SnapshotError(f"weights {folder.version} are a delta to {chain[-1].version}, and {other}")
+            at_hand = f"those at hand are {held.folder.version}" if held else "there are none at hand"
+            raise SnapshotError(f"weights {folder.version} are a delta to {chain[-1].version}, and {at_hand}")
         base = held.tensors if held and chain else {}
-        names = sorted(name for name in sums if name.endswith(DELTAS if chain else TENSORS))
+        kind, other = (DELTAS, TENSORS) if chain else (TENSORS, DELTAS)
+        if mixed := [name for name in sums if name.endswith(other)]:
+            raise SnapshotError(f"{self._url(folder, mixed[0])} is among {kind} files: ranks wrote different forms")
+        names = sorted(name for name in sums if name.endswith(kind))
         tensors: dict[str, Tensor] = {}
         for first in range(0, len(names), READERS):
             group = names[first : first + READERS]

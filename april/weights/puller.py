@@ -42,6 +42,8 @@ class SnapshotPuller(WeightSource):
         """Version that was read last, unless the engine has lost or refused it."""
         self._held: ReadSnapshot | None = None
         """The snapshot that was read last, if there are deltas: the base of the next."""
+        self._read_again: WeightFolder | None = None
+        """The snapshot for which the chain was read again, since its delta did not fit the base that was held."""
         self._loading: Version | None = None
         """Version that the main loop took last."""
         self._not_before = 0.0
@@ -102,25 +104,27 @@ class SnapshotPuller(WeightSource):
         """Stage the first of these snapshots that can be used, or the last one of its chain before a delta that cannot
         be. What cannot is tried again after a while."""
         for folder in wanted:
-            started_at, before = clock.now(), self._taken
-            found = held = self._held
+            started_at, before, failed = clock.now(), self._taken, False
+            found, self._held = self._held, None  # two are in memory at most: the last one read, and the next
+            at_hand = found.folder if found else None
             try:
                 chain = [*self.folders.chain(folder), folder]
-                for each in chain[chain.index(held.folder) + 1 if held and held.folder in chain else 0 :]:
+                for each in chain[chain.index(at_hand) + 1 if at_hand in chain else 0 :]:
                     found = self.folders.read(each, self.buffers, self.timeout_s, found)
             except (SnapshotError, StoreError) as error:
                 log.error("weights %s are not used: %s", folder.version, error)
                 self.refused.put((folder.version, str(error)))
                 with self._changed:
                     self._not_before = clock.now() + RETRY_S
-                    if isinstance(error, WrongBase):
-                        self._held = None
-                if found and before and found.folder.version <= before:
-                    found = held
-            if found is None or found is held:
-                continue
+                failed = True
+                if isinstance(error, WrongBase) and found and found.folder == at_hand and folder != self._read_again:
+                    found, self._read_again = None, folder
+            is_newer = found and found.folder != at_hand and not (failed and before and found.folder.version <= before)
             with self._changed:
-                self._taken, self._held = found.folder.version, found if self.folders.has_deltas else None
-            version, digest = found.folder.version, found.folder.digest
-            self.stage(StagedWeights(version, found.tensors, started_at, canary=found.canary, digest=digest))
-            return
+                self._held = found if self.folders.has_deltas else None
+                if found and is_newer:
+                    self._taken = found.folder.version
+            if found and is_newer:
+                version, digest = found.folder.version, found.folder.digest
+                self.stage(StagedWeights(version, found.tensors, started_at, canary=found.canary, digest=digest))
+                return

@@ -87,8 +87,13 @@ def empty_buffer(size: int) -> Tensor:
     return torch.from_numpy(np.empty(max(size, 1), np.uint8))[:size]  # an empty one of its own has no stride
 
 
+SPARE_BYTES = 2**20
+"""How much larger a buffer may be than what is read into it: files of whole tensors have headers, deltas have none."""
+
+
 class ReusedBuffers:
-    """Buffers for received snapshots, of which each is used again once no tensor lies in it any more.
+    """Buffers for received snapshots, of which each is used again once no tensor lies in it any more. Those that fit
+    nothing any more are freed.
 
     They are page-locked, from where an accelerator's copies take a fraction of the time. That is done once for each,
     and only in a process that uses an accelerator; elsewhere every buffer is a new one. Several threads may take
@@ -105,19 +110,21 @@ class ReusedBuffers:
         if not (size and torch.cuda.is_initialized()):
             return empty_buffer(size)
         with self._lock:
-            free = (memory for memory, view in self._buffers if memory.size == size and view() is None)
-            memory = next(free, None)
-            if memory is not None:
-                return self._used(memory)
+            free = [memory for memory, view in self._buffers if view() is None]
+            fitting = [memory for memory in free if size <= memory.size <= size + SPARE_BYTES]
+            if fitting:
+                return self._used(min(fitting, key=len), size)
+            self._buffers = [(memory, view) for memory, view in self._buffers if view() is not None]
+            del free
         memory = np.empty(size, np.uint8)
         if not page_lock(memory):
             return torch.from_numpy(memory)
         with self._lock:
-            return self._used(memory)
+            return self._used(memory, size)
 
-    def _used(self, memory: np.ndarray) -> Tensor:
+    def _used(self, memory: np.ndarray, size: int) -> Tensor:
         """Note that tensors lie in this memory from now on, as long as the returned one or a view of it lives."""
-        view = memory[:]
+        view = memory[:size]
         self._buffers = [held for held in self._buffers if held[0] is not memory] + [(memory, weakref.ref(view))]
         return torch.from_numpy(view)
 

@@ -67,8 +67,9 @@ def test_a_delta_whose_bytes_are_changed_is_refused(at):
     old = {"w": torch.randn(2000).bfloat16()}
     new = {"w": (old["w"].float() * 1.004).bfloat16()}
     content = bytearray(b"".join(delta_pieces(pack(Version(0, 1), new).heads, new, old)))
-    content[at] ^= 4
-    for harmed in (content, content[:-3]):
+    flipped = content.copy()
+    flipped[at] ^= 4
+    for harmed in (flipped, content[:-3], content[: len(content) // 2], content[:3]):
         with pytest.raises(SnapshotError):
             apply_delta(torch.frombuffer(harmed, dtype=torch.uint8), old, ReusedBuffers())
 
@@ -125,13 +126,19 @@ def takes(worker, learner, step):
     return (staged.version, staged.canary) == (version, CANARY) and same(staged.tensors, learner.weights[version])
 
 
+def recorded(monkeypatch):
+    """The snapshots that are read from now on."""
+    read, reads = [], SnapshotFolders.read
+    monkeypatch.setattr(
+        SnapshotFolders, "read", lambda own, folder, *rest: read.append(folder) or reads(own, folder, *rest)
+    )
+    return read
+
+
 def test_a_worker_that_follows_reads_deltas_and_one_that_joins_the_whole_snapshot_first(learner, worker, monkeypatch):
     worker.offer(learner.write(1))
     assert takes(worker, learner, 1)
-    read, follows = [], SnapshotFolders.read
-    monkeypatch.setattr(
-        SnapshotFolders, "read", lambda own, folder, *rest: read.append(folder) or follows(own, folder, *rest)
-    )
+    read = recorded(monkeypatch)
     for step in (2, 3, 4, 5, 6):  # the fifth is whole again
         worker.offer(learner.write(step))
         assert takes(worker, learner, step)
@@ -199,6 +206,20 @@ def test_a_base_that_has_changed_in_memory_is_read_again(learner, worker):
     assert takes(worker, learner, 3)
 
 
+def test_a_chain_that_ends_in_a_wrong_delta_is_read_again_once(learner, worker, monkeypatch):
+    """The learner's own base has changed in memory before it wrote the fourth."""
+    worker.offer(learner.write(1, 2, 3))
+    assert takes(worker, learner, 3)
+    read = recorded(monkeypatch)
+    learner.writing._base.data[0] ^= 4
+    worker.offer(learner.write(4))
+    for _ in range(4):
+        worker.refused.get(timeout=PATIENCE_S)
+    assert [folder.version.step for folder in read[:8]] == [4, 1, 2, 3, 4, 4, 4]
+    worker.offer(learner.write(5))
+    assert takes(worker, learner, 5)
+
+
 def test_the_snapshots_that_a_delta_rests_on_are_kept(learner, monkeypatch):
     now = clock.now()
     monkeypatch.setattr(clock, "now", lambda: now)
@@ -206,6 +227,6 @@ def test_the_snapshots_that_a_delta_rests_on_are_kept(learner, monkeypatch):
     for step in range(1, 8):
         learner.write(step)
         kept.append(sorted({int(name[5:11]) for name in learner.folders.objects.names()}))
-        now += 61.0
+        now += 241.0  # a deadline for each of four links
     told_of_fourth_and_fifth, of_fifth_and_sixth = [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]  # superseded just now
     assert kept[4:] == [told_of_fourth_and_fifth, of_fifth_and_sixth, [5, 6, 7]]

@@ -131,6 +131,7 @@ def run_items(items: list[pytest.Item], told: Path) -> None:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if "failed" in outcomes.seen.values():
             break
+    items[0].session._setupstate.teardown_exact(None)  # what fixtures of modules have started
     outcomes.pytest_sessionfinish()
 
 

@@ -1,6 +1,7 @@
 """A snapshot unpacks to the tensors that were packed, or is refused."""
 
 import contextlib
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import torch
 from april.weights.channel import TensorHead
 from april.weights.snapshot import (
     DIGEST_BLOCK_BYTES,
+    SPARE_BYTES,
     ReusedBuffers,
     SnapshotError,
     buckets,
@@ -122,6 +124,17 @@ def test_page_locked_memory_is_used_again_only_once_no_tensor_lies_in_it(runtime
     del held
     addresses = {taken.take(size).data_ptr() for _ in range(3)}
     assert addresses == runtime.locked.keys() and list(runtime.locked.values()) == [size, size]
+
+
+def test_whole_snapshots_and_deltas_share_page_locked_memory_and_what_fits_neither_is_freed(runtime):
+    taken = ReusedBuffers()
+    for _ in range(3):
+        for size in (5000, 4900, 4900):  # a header is in whole files alone
+            taken.take(size)
+    assert list(runtime.locked.values()) == [5000]
+    taken.take(2 * SPARE_BYTES)
+    gc.collect()
+    assert list(runtime.locked.values()) == [2 * SPARE_BYTES]
 
 
 def test_threads_never_get_the_same_memory(runtime):
