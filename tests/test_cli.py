@@ -35,15 +35,23 @@ def test_building_the_parser_imports_nothing_heavy():
 def test_a_proxy_is_not_asked_for_what_is_on_this_machine(monkeypatch):
     for variable in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(variable, "http://proxy.invalid:3128")
-    monkeypatch.setenv("no_proxy", "inside.example")
-    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "inside.example")
     keep_proxies_off_loopback()
-    assert os.environ["no_proxy"].split(",")[0] == "inside.example"
+    assert os.environ["no_proxy"].split(",")[0] == "inside.example" == os.environ["NO_PROXY"].split(",")[0]
     with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         for ask in (httpx.head, urllib.request.urlopen):
             ask(f"http://127.0.0.1:{server.server_port}/")
         server.shutdown()
+
+
+@pytest.mark.parametrize("variable", ["no_proxy", "NO_PROXY"])
+def test_a_star_still_means_every_host(monkeypatch, variable):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "*" if name == variable else "")
+    keep_proxies_off_loopback()
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "*"
 
 
 def test_files_are_utf8_whatever_the_locale(tmp_path, monkeypatch):

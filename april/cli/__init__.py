@@ -72,9 +72,10 @@ def use_utf8() -> None:
 
 def keep_proxies_off_loopback() -> None:
     """Have HTTP clients of this process and its children reach this machine directly, whatever proxy is set."""
-    for variable in ("no_proxy", "NO_PROXY"):
-        hosts = [host for host in os.environ.get(variable, "").split(",") if host]
-        os.environ[variable] = ",".join(dict.fromkeys([*hosts, *LOOPBACK]))
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = [host.strip() for host in given.split(",") if host.strip()]
+    for variable in ("no_proxy", "NO_PROXY"):  # clients read one or the other; * alone means every host
+        os.environ[variable] = "*" if "*" in hosts else ",".join(dict.fromkeys([*hosts, *LOOPBACK]))
 
 
 def build_parser(own: str = "") -> Parser:

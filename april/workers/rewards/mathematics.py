@@ -215,6 +215,9 @@ NUMERAL = re.compile(r"\(?([0-9A-Za-z]+)\)?_\s*\{?\s*(\d{1,2})\s*\}?")
 """Regular expression for a number with its base as subscript."""
 TIME = re.compile(r"(?i)\d{1,2}:\d\d(?::\d\d)?(?:[ap]\.?m\.?)?")
 WORDS = re.compile(r"[A-Za-z]{4,}|[A-Za-z]+(?:[\s'-]+[A-Za-z]+)+")
+GROUPS = re.compile(r"\{[^{}]*\}")
+EQUATION = re.compile(r"(?=[^=<>]*[A-Za-z])[^=<>]*[\w)]\s*[+-][^=<>]*=")
+"""Regular expression for an equation with a sum of unknowns on its left, whose right side alone says something else."""
 FUNCTIONS = re.compile(r"\b(?:a?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|frac|pi)\b")
 
 
@@ -223,9 +226,11 @@ def compared_as_text(label: str, answer: str) -> bool | None:
 
     The library reads a word as the product of its letters, and does not read the base of a number.
     """
-    wanted, found = (normalise(SIGN.sub("-", text)) for text in (label, answer))
-    if wanted == found != "" and "=" not in answer:
+    if is_same_text(label, answer):
         return True
+    if "=" not in answer and EQUATION.match(GROUPS.sub("", label)):
+        return False
+    wanted, found = (normalise(SIGN.sub("-", text)) for text in (label, answer))
     if TIME.fullmatch(wanted):
         return wanted.casefold() == found.casefold()
     wanted_base, found_base = (NUMERAL.fullmatch(text.strip(" $")) for text in (label, answer))
@@ -239,6 +244,14 @@ def compared_as_text(label: str, answer: str) -> bool | None:
     if all(WORDS.fullmatch(text) and not FUNCTIONS.search(text) for text in texts):
         return texts[0].casefold().split() == texts[1].casefold().split()
     return None
+
+
+def is_same_text(label: str, answer: str) -> bool:
+    """Whether two texts are the same but for fonts, dollars, TeX's spacing and a full stop. Nothing that stands between
+    two numbers or before a sign of relation is dropped."""
+    texts = [COMMANDS.sub("", SPACES.sub(comma_or_space, FONTS.sub(r"\1", SIGN.sub("-", t)))) for t in (label, answer)]
+    one, other = (" ".join(text.replace("$", "").split()).rstrip(".").strip() for text in texts)
+    return one == other != ""
 
 
 def value_in_base(digits: str, base: str) -> int | None:
@@ -313,6 +326,7 @@ SPACES = re.compile(r"\\(?:[,;:!>]|\s|$)|~|\{,\}(?=\d)|\\(?:q?quad|thinspace)\b"
 COMMANDS = re.compile(r"\\(?:left|right|displaystyle|mathrm)(?![a-z])")
 SIGNS = re.compile(r"\\?%|\^\{?\\circ\}?")
 WRAPPERS = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mhf]box|boxed|overline)\s*\{([^{}]*)\}")
+FONTS = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mhf]box|boxed)\s*\{([^{}]*)\}")
 SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
 SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
