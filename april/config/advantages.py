@@ -107,6 +107,25 @@ def check_advantage(config: Config, imported: bool = False) -> None:
         )
     if algorithm.pass_k > n and takes_key("pass_k", algorithm, imported):
         refuse("algorithm.pass_k", algorithm.pass_k, f"is more than schedule.n_samples_per_prompt = {n}", "lower it")
+    check_discards(config, imported)
+
+
+def check_discards(config: Config, imported: bool = False) -> None:
+    """Refuse to discard groups by the spread of rewards that teach nothing: where a verifier scores all alike, all
+    groups would be discarded."""
+    schedule, filters = config.schedule, registry_of("schedule.group_filter")
+    if not advantage_flag("ignores_rewards", config.algorithm, imported):
+        return
+    name = schedule.group_filter
+    known = bool(name) and (imported or name in filters.shipped)
+    by_rewards = known and getattr(filters.find(name), "compares_rewards", False)
+    for key, value, compares in (
+        ("dynamic_sampling", schedule.dynamic_sampling, schedule.dynamic_sampling),
+        ("group_filter", name, by_rewards),
+    ):
+        if compares:
+            why = f"discards groups by rewards, which algorithm.advantage = {config.algorithm.advantage!r} ignores"
+            refuse(f"schedule.{key}", value, why, "leave it out, or use another advantage")
 
 
 def takes_key(key: str, algorithm: AlgorithmSection, imported: bool) -> bool:

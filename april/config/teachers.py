@@ -65,8 +65,12 @@ def check_held_teacher(config: Config) -> None:
 
 def check_hint(config: Config) -> None:
     """Refuse a hint without a place for the prompt or its field, that teaches nothing, or in a run that cannot show
-    it."""
+    it, and a field that it has no place for."""
     key, hint, data = "algorithm.hint", config.algorithm.hint, config.data
+    fields = [source.hint_key for source in data.train_sources if source.hint_key]
+    if fields and "{hint}" not in hint:
+        why = "is a field that every row must have then, and algorithm.hint has no {hint} that stands for it"
+        refuse("data.hint_key", fields[0], why, "leave it out, or write {hint} there")
     if not hint:
         return
     if hint.count("{prompt}") != 1:

@@ -271,8 +271,8 @@ class AlgorithmSection(Section):
     divergence: str = Field(
         "",
         description="Divergence of the policy from a teacher that the learner holds (teacher.NAME.where = 'learner'), "
-        "over the whole vocabulary at each token, added to the loss: forward_kl, reverse_kl, jensen_shannon, or yours "
-        "as package.module:function. All samples are computed then. Empty: none.",
+        "or from itself with algorithm.hint, over the whole vocabulary at each token, added to the loss: forward_kl, "
+        "reverse_kl, jensen_shannon, or yours as package.module:function. All samples are computed then. Empty: none.",
     )
     divergence_coef: float = Field(
         1.0,

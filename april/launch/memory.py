@@ -222,7 +222,15 @@ def activations_bytes(config: Config, shape: ModelShape) -> float:
 def head_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes of the output head's temporaries and of one block of logits."""
     logits = min(BLOCK_LOGITS, pass_tokens(config) * shape.head // shape.hidden)
-    return float(shape.head * HEAD_BYTES + logits * LOGIT_BYTES)
+    return float(shape.head * HEAD_BYTES + logits * LOGIT_BYTES) + teacher_head_bytes(config, shape)
+
+
+def teacher_head_bytes(config: Config, shape: ModelShape) -> float:
+    """Bytes of the copy of the teacher's head with which a divergence is computed; that of the policy where it teaches
+    itself."""
+    teacher = held_teacher(config)
+    theirs = read_shape(teacher.path) if teacher else shape
+    return float(theirs.head * WEIGHT_BYTES) if config.algorithm.divergence and theirs else 0.0
 
 
 def pass_tokens(config: Config) -> int:

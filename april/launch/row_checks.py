@@ -70,6 +70,8 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
             tokens = np.zeros(0, np.int32)
             if not config.agent.is_set:
                 tokens = book.encode(dataset, row)
+            if dataset is book.rows:
+                book.encode_hinted(row)
             rows.append(InspectedRow(where, row, tokens))
         except BadRow as error:
             refused.append(f"{where}: {error}")
@@ -81,6 +83,7 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
         looked_at += 1
         try:
             book.encode(book.rows, row)
+            book.encode_hinted(row)
         except BadRow as error:
             refused.append(f"{where}: {error}")
     if not tokenizer.eos_token_ids | {*config.sampling.stop_token_ids}:

@@ -76,6 +76,11 @@ def input_tokens(sample: TrainSample) -> int:
     return len(sample.tokens) - 1
 
 
+def longest_input(sample: TrainSample) -> int:
+    """Input tokens of the longer of a sample's passes, without its hint and with it."""
+    return input_tokens(sample) + max(0, len(sample.hinted_prompt) - sample.prompt_tokens)
+
+
 @dataclass(frozen=True, eq=False)
 class PackedSupport:
     """Supports of K target tokens: the candidate token ids from which each was drawn under truncated sampling, S ids in

@@ -38,7 +38,7 @@ from april.learner.objective import (
 )
 from april.learner.optimizers import lr_share
 from april.learner.optimizers.base import PartOptimizer
-from april.learner.packing import MicroBatch, input_tokens, pack, plan
+from april.learner.packing import MicroBatch, input_tokens, longest_input, pack, plan
 from april.learner.performance import PhaseSeconds, Seconds
 from april.learner.store import CheckpointStore
 from april.learner.teacher import Teacher
@@ -288,7 +288,7 @@ class Trainer:
 
     def build_micros(self, prepared: Prepared, members: list[int], costs: list[float]) -> list[TrainMicroBatch]:
         """This rank's micro-batches of a minibatch with the prepared samples `members`; every rank has equally many."""
-        lengths = [input_tokens(prepared.samples[i]) for i in members]
+        lengths = [longest_input(prepared.samples[i]) for i in members]
         budget = self.config.learner.microbatch_tokens * self.config.learner.context_parallel
         planned = plan(lengths, self.ranks.count, budget, [costs[i] for i in members])
         micros = []

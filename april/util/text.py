@@ -41,7 +41,7 @@ SECRET_WORD = (
 )
 SECRET_NAME = re.compile(f"{SECRET_WORD}$", re.IGNORECASE)
 """Regular expression for the name of an option, a variable or a header that holds a secret."""
-HARMLESS_NAMES = {"images_key", "keys", "label_key", "prompt_key", "tools_key"}
+HARMLESS_NAMES = {"hint_key", "images_key", "keys", "label_key", "prompt_key", "tools_key"}
 """Keys of April's own configuration that are named like secrets and are none: a folder, and names of columns."""
 URL_QUERY = re.compile(r"""(://[^\s'"?#]*\?)[^\s'"#]*=[^\s'"#]*""")
 URL_USER = re.compile(r"""(://)[^/\s@'"]+(?=@)""")

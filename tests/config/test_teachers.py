@@ -1,10 +1,14 @@
 """Keys of teachers that do not fit together are refused with a sentence; a source names its teacher."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from april.config import Config, ConfigError, load
+from april.config.advantages import check_advantage
 from april.config.teachers import check_teachers, teacher_of
 from april.learner.backends.entry import BackendEntry
+from april.learner.backends.fsdp.entry import FSDPEntry
 
 
 def made(**sections):
@@ -40,6 +44,9 @@ REFUSED = {
     "'algorithm.hint' = .* nothing says which field of rows.jsonl": {
         "teacher": {}, "algorithm": HINTED | {"hint": "{hint} {prompt}"},
     },
+    "'data.hint_key' = .* is a field that every row must have": {
+        "teacher": {}, "algorithm": HINTED, "data": {"path": "rows.jsonl", "hint_key": "solution"},
+    },
     "'algorithm.hint' = .* is the prompt alone": {"teacher": {}, "algorithm": HINTED | {"hint": " {prompt} "}},
     "'algorithm.hint' = .* names {answer}, which no row has": {
         "teacher": {}, "algorithm": HINTED | {"hint": r"{prompt} \boxed{x} {answer}"},
@@ -56,6 +63,26 @@ REFUSED = {
         "algorithm": {"distillation": "reverse_kl"}, "sampling": {"top_k": 8},
     },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("section", [{"dynamic_sampling": True}, {"group_filter": "zero_spread"}])
+def test_groups_are_not_discarded_by_rewards_that_teach_nothing(section):
+    for advantage, refused in (("no_reward", True), ("grpo", False)):
+        config = made(algorithm={"advantage": advantage}, schedule=section)
+        with pytest.raises(ConfigError, match="discards groups by rewards") if refused else nullcontext():
+            check_advantage(config)
+
+
+def test_a_teacher_in_the_learner_is_no_teacher_of_images_that_agents_send(monkeypatch, policy_folder):
+    monkeypatch.setattr("april.learner.loading.loads_tower", lambda path: True)
+    sections = {
+        "model": {"path": policy_folder},
+        "agent": {"command": ["true"]},
+        "algorithm": {"divergence": "forward_kl"},
+    }
+    FSDPEntry.check_model(made(**sections))
+    with pytest.raises(ConfigError, match="sees images that agents send, which a teacher in the learner is not shown"):
+        FSDPEntry.check_model(made(**sections, teacher=HELD))
 
 
 def test_a_hint_may_be_longer_than_a_name_of_a_file(config_file):

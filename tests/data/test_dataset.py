@@ -18,6 +18,8 @@ from april.data import dataset as module
 from april.data.dataset import epoch_order, load_dataset, mixed_order, rows_per_epoch
 from april.data.records import BATCH_ROWS
 from april.data.rows import DatasetRow
+from april.launch.findings import Findings
+from april.launch.row_checks import inspect_rows
 
 RECORDS = [{"prompt": [{"role": "user", "content": f"{n}+0="}], "label": str(n), "noise": [n]} for n in range(600)]
 ROWS = [DatasetRow(record["prompt"], record["label"]) for record in RECORDS]
@@ -430,11 +432,13 @@ def test_a_prompt_has_a_hint_beside_it_unless_that_leaves_no_room_for_a_response
     book = PromptBook(config)
     drawn = draws(book, (0, 0), 2)
     assert book.counts()["bad_rows"] == 1, "the context of the policy is shorter than the second hint"
+    inspect_rows(config, book, found := Findings())
+    assert "leave no room" in " ".join(found.warnings)
     epoch, position = drawn[0][:2]
     ids = np.frombuffer(book.hinted(epoch, position), "<i4")
     assert book.tokenizer.decode(ids) == "000=2#1+1="
     assert all(book.hinted(epoch, place) == b"" for place in range(2) if place != position)
-    longer = configuration.load(config_file, [*words, "--algorithm.hint", "{prompt}" + "1" * 1000])
+    longer = configuration.load(config_file, [*words, "--algorithm.hint", "{hint}{prompt}" + "1" * 1000])
     with pytest.raises(JournalError, match=r"key 'algorithm.hint' was "):
         check_header(make_header(config, book), make_header(longer, book))
     plain = PromptBook(configuration.load(config_file, ["--data.path", str(path)]))

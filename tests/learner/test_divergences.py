@@ -14,7 +14,7 @@ from april.learner import head_divergence
 from april.learner.head_divergence import divergence_from
 from april.learner.loading import ModelError
 from april.learner.losses import DIVERGENCES
-from april.learner.packing import HeadInputs, pack
+from april.learner.packing import HeadInputs, longest_input, pack
 from april.learner.teacher import Teacher
 from tests.support.learner.small_learner import make_config, make_policy, make_sample
 
@@ -80,6 +80,7 @@ def test_a_policy_teaches_itself_only_where_it_sees_a_hint():
     plain, shown = (make_sample(np.random.default_rng(3), 3, tokens, 1.0) for tokens in (2, 4))
     shown = replace(shown, hinted_prompt=np.arange(5, 12, dtype=np.int32))
     micros = [pack(samples, torch.device("cpu")) for samples in ([plain, shown], [plain])]
+    assert list(map(longest_input, (plain, shown))) == [4, 10], "the budget of micro-batches counts the hint"
     assert micros[0].hinted.seq_lens == [4, 10] and micros[0].hinted.targets.equal(micros[0].targets)
 
     def head(micro, inputs_alone=True):

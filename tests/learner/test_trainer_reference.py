@@ -60,8 +60,9 @@ def outcome(request, policy_folder, tmp_path_factory):
     keys |= {"normalisation": "token_mean"}
     taught = {"teacher": make_policy(folder / "teacher", layers=1), "microbatch_tokens": 1, **unclipped}
     cases["taught"] = (config("taught", algorithm=keys, **taught), [three_samples(policy_folder)])
-    itself = config("hinted", algorithm=keys | {"hint": "{prompt}{label}"}, microbatch_tokens=1, **unclipped)
-    cases["hinted"] = (itself, [hinted(three_samples(policy_folder))])
+    for name, budget in (("hinted", 1), ("hinted together", 64)):
+        itself = config(name, algorithm=keys | {"hint": "{prompt}{label}"}, microbatch_tokens=budget, **unclipped)
+        cases[name] = (itself, [hinted(three_samples(policy_folder))])
     cases["all flat"] = (config("f", weight_decay=0.1), [flat_batch(0)])
     cases["warm-up"] = (config("w", warmup_steps=4), [flat_batch(0), batch, batch])
     results = run_ranks(request.param, [job(*case) for case in cases.values()], folder)
@@ -103,7 +104,7 @@ def distributions(model, sample, temperature):
     return (model(text).logits[0, sample.prompt_tokens - 1 :] / temperature).softmax(-1)
 
 
-@pytest.mark.parametrize("case", ["taught", "hinted"])
+@pytest.mark.parametrize("case", ["taught", "hinted", "hinted together"])
 def test_what_a_teacher_teaches_is_that_of_whole_distributions(outcome, policy_folder, case):
     """A model that the learner holds, or the policy itself with a hint before the response."""
     result, config, (batch,) = outcome[case]
@@ -111,8 +112,8 @@ def test_what_a_teacher_teaches_is_that_of_whole_distributions(outcome, policy_f
     policy, teacher = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
     divergence, temperature = torch.zeros(()), config.sampling.temperature
     for sample in batch.samples:
-        seen = sample.with_hint if case == "hinted" else sample
-        theirs = distributions(teacher, seen, temperature if case == "hinted" else 1.0).detach()
+        seen = sample.with_hint if "hinted" in case else sample
+        theirs = distributions(teacher, seen, temperature if "hinted" in case else 1.0).detach()
         ours = distributions(policy, sample, temperature)
         mixed = 0.3 * theirs + 0.7 * ours
         divergence = divergence + (0.3 * theirs * (theirs / mixed).log() + 0.7 * ours * (ours / mixed).log()).sum()

@@ -63,6 +63,9 @@ def zero_spread(group: CompleteGroup) -> str | None:
     return None if has_spread(group.accuracies) else "zero_spread"
 
 
+zero_spread.compares_rewards = True  # type: ignore[attr-defined]
+
+
 class GroupFilters:
     """The filters of a run, applied in order."""
 

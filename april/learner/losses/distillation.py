@@ -34,3 +34,6 @@ def reverse_kl(teacher_logprobs: Tensor, old_logprobs: Tensor, spans: Spans, sec
 def no_reward(rewards: Groups, lengths: Groups) -> Groups:
     """A = 0: the reward is recorded and teaches nothing, as in distillation alone."""
     return [group.new_zeros(len(group)) for group in rewards]
+
+
+no_reward.ignores_rewards = True  # type: ignore[attr-defined]

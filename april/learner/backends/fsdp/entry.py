@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
+from april.config.teachers import held_teacher
 from april.learner.backends.entry import BackendEntry
 from april.util.errors import refuse
 
@@ -29,6 +30,13 @@ class FSDPEntry(BackendEntry):
 
             if said := objection_to_division(config.model.path, section.context_parallel):
                 raise ConfigError(f"key 'learner.context_parallel' = {section.context_parallel} {said}")
+        if config.agent.is_set and held_teacher(config):
+            from april.learner.loading import loads_tower
+
+            if loads_tower(config.model.path):
+                why = "sees images that agents send, which a teacher in the learner is not shown"
+                fix = "use a text model, or leave out [agent] or [teacher.NAME]"
+                refuse("model.path", config.model.path, why, fix)
 
     @classmethod
     def check_images(cls, config: Config) -> None:
