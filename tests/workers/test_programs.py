@@ -48,6 +48,23 @@ def test_tests_that_are_only_defined_are_run(name):
     assert reward("pass", DEFINED[name]) == 0.0
 
 
+@pytest.mark.parametrize("named", ["Solution().pair", "Solution.pair"])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"test": "def check(candidate):\n    assert candidate(of=[2, 7]) == [7, 2]"},
+        {"inputs": [[[2, 7]]], "outputs": [[7, 2]]},
+    ],
+    ids=["check", "pairs"],
+)
+def test_a_method_of_a_solution_is_called_by_the_name_that_data_sets_give_it(named, tests):
+    right = "class Solution:\n    def pair(self, of):\n        return of[::-1]"
+    label = {**tests, "entry_point": named, "prompt": ""}
+    assert (reward(right, label), reward(right.replace("[::-1]", ""), label)) == (1.0, 0.0)
+    with pytest.raises(ValueError, match="names 'lambda of: of' as its function"):
+        read_label(json.dumps(label | {"entry_point": "lambda of: of"}))
+
+
 NOTHING = {
     "a check without its function": ("def check(candidate):\n    assert candidate(1) == 2", "only defines check"),
     "bare comparisons": ("add(1, 2) == 3", "no assert"),

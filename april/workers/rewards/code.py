@@ -56,6 +56,7 @@ COLUMNS = ("input_output", "public_tests", "private_tests", "generated_tests", "
 """Columns of data sets that hold tests in one of the forms."""
 FUNCTION_KEYS = ("fn_name", "func_name", "entry_point")
 FORMS = "JSON with 'inputs' and 'outputs', with 'test' and 'entry_point', or with 'test_list'; or Python tests"
+METHOD = re.compile(r"^Solution(?:\(\))?\.")
 LONGEST_INT = 4000
 
 
@@ -92,7 +93,11 @@ def parsed(text: str) -> Any:
 def tests_in(content: Any, around: dict) -> Iterator[Test]:
     """Tests of a label's content, or of a part of it. `around`: the object that the part is in."""
     if isinstance(content, str):
-        yield plan_of(content, around.get("prompt"), function_in(around))
+        function = function_in(around)
+        if METHOD.match(named_in(around)):
+            yield plan_of(f"{content}\ncheck(Solution().{function})")
+        else:
+            yield plan_of(content, around.get("prompt"), function)
     elif isinstance(content, list) and all(isinstance(each, str) for each in content):
         setup = "\n".join(as_list(around.get("test_setup_code")) + as_list(around.get("test_imports")))
         if content:
@@ -134,10 +139,20 @@ def tests_of_object(content: dict, around: dict) -> Iterator[Test]:
 
 
 def function_in(columns: dict) -> str:
-    """Name of the function under test; empty without one."""
+    """Name of the function under test, or of a method of `Solution`; empty without one. Raises ValueError."""
+    given = named_in(columns)
+    name = METHOD.sub("", given)
+    if name and not name.isidentifier():
+        raise ValueError(f"the label names {given[:60]!r} as its function; expected a name, or Solution().NAME")
+    return name
+
+
+def named_in(columns: dict) -> str:
+    """What columns, or their metadata, name as the function under test."""
     metadata = columns.get("metadata") or {}
     metadata = parsed(metadata) if isinstance(metadata, str) else metadata
-    return next((str(place[key]) for place in (columns, metadata) for key in FUNCTION_KEYS if place.get(key)), "")
+    named = (str(place[key]) for place in (columns, metadata) for key in FUNCTION_KEYS if place.get(key))
+    return next(named, "").strip()
 
 
 def as_list(value: Any) -> list[str]:
