@@ -18,6 +18,8 @@ IMAGE = "image"
 """Type of content parts that are images, in canonical messages."""
 ALIASES = {"developer": "system", "observation": "tool"}
 """Roles under which some models know another role; a template that names the alias itself gets it unchanged."""
+PLAIN = re.compile(r"[A-Za-z0-9 ]+")
+"""Regular expression for what looks the same in a text, in JSON and in JSON within JSON."""
 THOUGHTS = re.compile(r"(?s).*</think(?:ing)?>")
 """Regular expression for the thoughts in an answer, which templates drop from earlier turns."""
 
@@ -97,7 +99,8 @@ def tool_call(call: Any) -> Message:
 
 
 def check_printed(messages: list[Message], printed: str) -> None:
-    """Check that a rendered prompt says what its canonical messages say: each message's text, in their order.
+    """Check that a rendered prompt says what its canonical messages say: each message's text, in their order, and the
+    texts that are passed to tools.
 
     White space does not count, a system message may stand anywhere, and of earlier answers the thoughts may be missing.
     Raises BadMessages with the message that is missing.
@@ -115,11 +118,25 @@ def check_printed(messages: list[Message], printed: str) -> None:
                 )
             if not is_system:
                 rest = rest[min(ends) :]
+        for said in _arguments(message):
+            if _squeezed(max(PLAIN.findall(said), key=len, default="")) not in whole:
+                raise BadMessages(f"the chat template does not print the argument {_excerpt(said)} of message {number}")
 
 
 def _sayings(message: Message) -> list[str]:
     """The texts that a message says: its content, and the functions that it calls."""
     return [*texts_of(message), *(call["function"]["name"] for call in message.get("tool_calls", ()))]
+
+
+def _arguments(message: Message) -> list[str]:
+    """The texts in the arguments of the functions that a message calls, which templates may print in any order."""
+    found: list[str] = []
+    left = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    while left:
+        value = left.pop()
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        found += [value] if isinstance(value, str) else ()
+    return found
 
 
 def _spellings(said: str, keeps_thoughts: bool) -> list[str]:

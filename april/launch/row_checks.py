@@ -54,7 +54,7 @@ def located(
 def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: bool = False) -> list[InspectedRow]:
     """Inspect training prompts, then held-out ones; returns the first usable rows and records facts and warnings.
 
-    `everything`: render all training prompts; otherwise the first ones, and more for `MORE_ROWS_S`.
+    `everything`: render all prompts; otherwise the first ones of each set, and more for `MORE_ROWS_S`.
     """
     data, tokenizer = config.data, book.tokenizer
     check_takes_images(config, book)
@@ -76,14 +76,18 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
         except BadRow as error:
             refused.append(f"{where}: {error}")
     deadline = math.inf if everything else time.monotonic() + MORE_ROWS_S
-    further = range(FIRST_ROWS, 0 if config.agent.is_set else len(book.rows) - 1)
-    for where, row in located(book.rows, data.train_sources, further):
+    sets = [(book.rows, data.train_sources), *((each.rows, [each.settings.source]) for each in book.held_out.values())]
+    further = (
+        (rows, *each) for rows, sources in sets for each in located(rows, sources, range(FIRST_ROWS, len(rows) - 1))
+    )
+    for dataset, where, row in () if config.agent.is_set else further:
         if time.monotonic() > deadline:
             break
         looked_at += 1
         try:
-            book.encode(book.rows, row)
-            book.encode_hinted(row)
+            book.encode(dataset, row)
+            if dataset is book.rows:
+                book.encode_hinted(row)
         except BadRow as error:
             refused.append(f"{where}: {error}")
     if not tokenizer.eos_token_ids | {*config.sampling.stop_token_ids}:

@@ -154,6 +154,15 @@ def test_a_row_whose_text_the_template_does_not_print_is_refused_by_name(printed
         printed([{"role": role, "content": content} for role, content in messages], template)
 
 
+def test_arguments_of_calls_are_looked_for_however_they_are_escaped(printed):
+    call = {"function": {"name": "run", "arguments": {"lines": ['say "77 times" <b>', "x"], "times": 3}}}
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    twice = ONLY_STRINGS.replace("arguments | tojson", "arguments | tojson | tojson")
+    assert "77 times" in printed(messages) and "77 times" in printed(messages, twice)
+    with pytest.raises(BadRow, match="does not print the argument"):
+        printed(messages, ONLY_STRINGS.replace("{{ c.function.arguments | tojson }}", ""))
+
+
 def test_a_template_may_drop_thoughts_move_the_system_s_text_and_escape(printed):
     messages = [
         {"role": "system", "content": "be brief"},
