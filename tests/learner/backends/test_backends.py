@@ -30,7 +30,6 @@ CASES = [
     ("fsdp", 2, 1, 1, 1),
     ("megatron", 1, 1, 1, 1),
     ("megatron", 4, 1, 2, 4),
-    ("megatron", 4, 2, 2, 1),
     ("megatron", 4, 2, 1, 2),
 ]
 """(back end, ranks, pipeline stages, tensor-parallel ranks, expert-parallel ranks)."""
