@@ -91,14 +91,12 @@ def is_alive(pid: int) -> bool:
         ({}, 1),
         full(({}, 2)),
         full(({}, 0)),
-        full(({"lora": {"rank": 3, "embedding": True}}, 0)),
         full(({"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}, 1)),
     ],
     ids=[
         "the model on disks that are lost",
         "the model in a store, all disks lost",
         "the model",
-        "an adapter and embedding",
         "with a critic on disks that are lost",
     ],
 )

@@ -176,8 +176,7 @@ VIEWS = {
 """and what is there once they are drawn"""
 
 
-@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["1280", "400"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "viewport"), [("light", NARROW), ("dark", WIDE)], ids=["light-400", "dark-1280"])
 def test_every_view_in_every_colour_and_width(serve, open_page, runs_folder, scheme, viewport):
     address = serve(runs_folder)
     page = open_page(f"{address}#/demo/run", viewport=viewport, color_scheme=scheme)
