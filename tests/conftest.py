@@ -18,6 +18,7 @@ from tests.support.marks import SERVERS  # noqa: E402
 from tests.support.run_processes import APRIL, Job, assert_closed, wait_until  # noqa: E402
 from tests.support.small_run import make_prompts, write_config  # noqa: E402
 from tests.support.step_gate import Gate  # noqa: E402
+from tests.support.turns import ALWAYS, has_its_turn  # noqa: E402
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in background ignores it
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,6 +32,8 @@ FOLDERS = pytest.StashKey[dict]()
 """Collected folders by path."""
 
 
+FEW = 2000
+"""Where fewer tests are collected, a part was asked for, and all of it is run."""
 LONGEST_NAME = 6000
 """Characters in a test's name: a parameter of many megabytes would be in each report, and in each process."""
 CACHES = re.compile(r"__pycache__|\..*|.*\.egg-info")
@@ -85,6 +88,19 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.xdist_group(needed[0]))
         for mark in missing.intersection(needed):
             item.add_marker(pytest.mark.skip(reason=f"needs {SERVERS[mark]} (launch/install-{mark}.sh)"))
+    if len(items) > FEW and not config.getoption("--every"):
+        later = [item for item in items if takes_turns(item) and not has_its_turn(item.nodeid.partition("@")[0], 2)]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if item not in set(later)]
+
+
+def takes_turns(item):
+    """Whether a test is one of the long ones, of which a suite takes a half."""
+    return item.get_closest_marker("full") and not any(item.get_closest_marker(mark) for mark in ALWAYS)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every", action="store_true", help="also the long tests that do not have their turn")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.turns import has_its_turn
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -35,3 +37,9 @@ def test_a_test_may_be_skipped_for_want_of_a_gpu_alone(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "2 skipped" in done.stdout
     assert done.stdout.count("needs a GPU") == 1 and "not because: needs .venv-verl" in done.stdout
+
+
+def test_long_tests_take_turns_and_all_come_to_have_one():
+    names = [f"test_{number}" for number in range(400)]
+    had = [{name for name in names if has_its_turn(name, 2, bytes([state]))} for state in range(16)]
+    assert all(120 < len(each) < 280 for each in had) and set().union(*had) == set(names)

@@ -44,7 +44,7 @@ def caught(mutants: Iterable[Mutant], trees: list[Tree]) -> Iterator[tuple[Mutan
         (tree.folder / CAUGHT).touch()
         if not (pid := os.fork()):
             files = sorted({mutant.caught_by.split("::")[0] for mutant in share})
-            words = [*files, f"--basetemp={tree.folder / 'tmp'}", f"--timeout={TEST_LIMIT_S}"]
+            words = [*files, "--every", f"--basetemp={tree.folder / 'tmp'}", f"--timeout={TEST_LIMIT_S}"]
             run_pytest(tree, words, [Planted(tree, share)], whole=True)
         working[tree] = pid
     try:
