@@ -193,7 +193,7 @@ class LogitChunks:
 
 
 def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, accumulated in the dtype of `total`, fp32 or that of `left`."""
+    """Add left @ right to `total`, accumulated in the dtype of `total`, fp32 or that of `left`."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.device.type == "cpu":

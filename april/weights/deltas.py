@@ -28,7 +28,7 @@ from april.weights.snapshot import DTYPES, ReusedBuffers, SnapshotError, layout,
 BLOCK_BYTES = 2**24
 """Most bytes of a block, which bounds the memory of encoding and applying."""
 LEVEL = 1
-"""zstd's level: 3 takes longer and saves nothing here."""
+"""Level of zstd's compression: 3 takes longer and saves nothing here."""
 MOST_SPARSE = 0.5
 """Largest share of changed values in a sparse block: there the XOR of all values becomes smaller (measured on values
 that are one unit in the last place apart)."""

@@ -54,8 +54,9 @@ def test_tests_that_are_only_defined_are_run(name):
     [
         {"test": "def check(candidate):\n    assert candidate(of=[2, 7]) == [7, 2]"},
         {"inputs": [[[2, 7]]], "outputs": [[7, 2]]},
+        {"test": "assert Solution().pair([2, 7]) == [7, 2]"},
     ],
-    ids=["check", "pairs"],
+    ids=["check", "pairs", "assertions"],
 )
 def test_a_method_of_a_solution_is_called_by_the_name_that_data_sets_give_it(named, tests):
     right = "class Solution:\n    def pair(self, of):\n        return of[::-1]"

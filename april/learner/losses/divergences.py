@@ -31,10 +31,11 @@ def reverse_kl(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
 
 
 def jensen_shannon(teacher_logprobs: Tensor, logprobs: Tensor, *, divergence_mix: float) -> Tensor:
-    """b KL(teacher || m) + (1 - b) KL(policy || m), m = b p_teacher + (1 - b) p, with b = `divergence_mix`: at most
-    log 2 for b = 1/2. Divided by b it nears the forward KL for b to 0, by 1 - b the reverse KL for b to 1.
+    """Generalised Jensen-Shannon divergence b KL(teacher || m) + (1 - b) KL(policy || m) from the mixture
+    m = b p_teacher + (1 - b) p, b = `divergence_mix`: GKD, arXiv 2306.13649, section 2.
 
-    The generalised Jensen-Shannon divergence of GKD, arXiv 2306.13649, section 2.
+    It is at most log 2 for b = 1/2. Divided by b it nears the forward KL for b to 0, by 1 - b the reverse KL for b to
+    1.
     """
     theirs, ours = math.log(divergence_mix), math.log1p(-divergence_mix)
     mixed = (teacher_logprobs + theirs).logaddexp(logprobs + ours)

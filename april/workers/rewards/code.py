@@ -57,6 +57,7 @@ COLUMNS = ("input_output", "public_tests", "private_tests", "generated_tests", "
 FUNCTION_KEYS = ("fn_name", "func_name", "entry_point")
 FORMS = "JSON with 'inputs' and 'outputs', with 'test' and 'entry_point', or with 'test_list'; or Python tests"
 METHOD = re.compile(r"^Solution(?:\(\))?\.")
+CHECK = re.compile(r"^def check\(", re.MULTILINE)
 LONGEST_INT = 4000
 
 
@@ -95,7 +96,8 @@ def tests_in(content: Any, around: dict) -> Iterator[Test]:
     if isinstance(content, str):
         function = function_in(around)
         if METHOD.match(named_in(around)):
-            yield plan_of(f"{content}\ncheck(Solution().{function})")
+            called = f"\ncheck(Solution().{function})" if CHECK.search(content) else ""
+            yield plan_of(content + called)
         else:
             yield plan_of(content, around.get("prompt"), function)
     elif isinstance(content, list) and all(isinstance(each, str) for each in content):
