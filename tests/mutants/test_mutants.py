@@ -14,6 +14,7 @@ PARTS = 4
 
 
 @pytest.mark.full
+@pytest.mark.always
 @pytest.mark.timeout(1800)
 def test_every_mutant_of_a_part_is_caught(tmp_path):
     verdicts, names = tmp_path / "verdicts.json", [name for name in load() if has_its_turn(name, PARTS)]

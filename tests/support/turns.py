@@ -6,8 +6,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ALWAYS = ("sglang", "vllm", "megatron")
-"""Marks of tests that share a server or an environment, which is most of their time: all of them run."""
+ALWAYS = ("always", "sglang", "vllm", "megatron")
+"""Marks of tests that all run: those that choose a part themselves, and those that share a server or an environment,
+which is most of their time."""
 
 
 @cache
