@@ -48,11 +48,16 @@ class Policy(nn.Module):
         return [(name, parameter) for name, parameter in self.lm.named_parameters() if parameter.requires_grad]
 
     def forward(
-        self, micro: MicroBatch, temperature: float | None = None, inputs_alone: bool = False
+        self,
+        micro: MicroBatch,
+        temperature: float | None = None,
+        inputs_alone: bool = False,
+        kept_head: Tensor | None = None,
     ) -> tuple[Tensor, ...] | HeadInputs:
         """(log-probability, entropy) of each target of `micro`, float32 [K] each, over its support if there is one, at
         the policy's sampling temperature unless another is given; then the divergence from its teacher, if it has one.
-        `inputs_alone`: only what the head would compute from."""
+        `inputs_alone`: only what the head would compute from, with a copy of its weight, or `kept_head`: the copy that
+        an earlier such pass made of the same weights."""
         head = self.lm.get_output_embeddings()
         rows, weight = hidden_states(self.lm, micro).to(head.weight.dtype), head.weight
         if head.bias is not None:
@@ -60,7 +65,8 @@ class Policy(nn.Module):
         temperature = temperature or self.temperature
         divisor, cap = temperature / self.logits.scale, self.logits.cap and self.logits.cap / temperature
         if inputs_alone:
-            return HeadInputs(rows, weight.clone(), divisor, cap)  # the head may be sharded again after the pass
+            kept = weight.clone() if kept_head is None else kept_head  # the head may be sharded again after the pass
+            return HeadInputs(rows, kept, divisor, cap)
         scored = score_tokens(rows, weight, micro.targets, divisor, micro.support, self.compiled, self.logit_dtype, cap)
         inputs = HeadInputs(rows, weight, divisor, cap)
         return scored if micro.divergence is None else (*scored, micro.divergence(inputs))

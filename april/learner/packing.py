@@ -76,9 +76,14 @@ def input_tokens(sample: TrainSample) -> int:
     return len(sample.tokens) - 1
 
 
+def seen_by_teacher(sample: TrainSample) -> int:
+    """Input tokens of a teacher's pass: with the sample's hint, if it has one."""
+    return input_tokens(sample) + (len(sample.hinted_prompt) - sample.prompt_tokens if len(sample.hinted_prompt) else 0)
+
+
 def longest_input(sample: TrainSample) -> int:
     """Input tokens of the longer of a sample's passes, without its hint and with it."""
-    return input_tokens(sample) + max(0, len(sample.hinted_prompt) - sample.prompt_tokens)
+    return max(input_tokens(sample), seen_by_teacher(sample))
 
 
 @dataclass(frozen=True, eq=False)

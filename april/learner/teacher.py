@@ -19,7 +19,7 @@ from april.learner.backends.backend import Backend
 from april.learner.batch import TrainSample
 from april.learner.head_divergence import Divergence, divergence_from
 from april.learner.loading import ModelError
-from april.learner.packing import HeadInputs, MicroBatch, input_tokens
+from april.learner.packing import HeadInputs, MicroBatch, seen_by_teacher
 from april.learner.performance import Cost, Seconds, forward_cost, untimed
 from april.util.pulse import MAIN
 
@@ -50,17 +50,19 @@ class Teacher:
             )
         return cls(model, forward_cost(model.lm), divergence)
 
-    def operations(self, samples: Iterable[TrainSample]) -> float:
-        """Floating-point operations of a pass over samples."""
-        seen = (sample.with_hint if len(sample.hinted_prompt) else sample for sample in samples)
-        return sum(self.cost.of(input_tokens(sample), sample.sampled_tokens) for sample in seen)
+    def operations(self, sample: TrainSample) -> float:
+        """Floating-point operations of a pass over a sample, with its hint if it has one."""
+        return self.cost.of(seen_by_teacher(sample), sample.sampled_tokens)
 
     def shown(self, micros: Iterable[MicroBatch], seconds: Seconds = untimed) -> Iterator[MicroBatch]:
-        """`micros`, each with the divergence from the teacher, whose pass comes just before. Collective."""
+        """`micros`, each with the divergence from the teacher, whose pass comes just before. The weights stay the same
+        meanwhile, so the teacher's head is copied once. Collective."""
+        head = None
         for micro in micros:
             MAIN.again()
             with seconds("teacher_s"), torch.no_grad():
-                states = self.model(micro.hinted or micro, inputs_alone=True)
+                states = self.model(micro.hinted or micro, inputs_alone=True, kept_head=head)
+            head = states.weight
             found = partial(divergence_from, states, self.divergence)
             yield replace(micro, divergence=partial(where_hinted, micro.has_hint, found) if self.by_hint else found)
 

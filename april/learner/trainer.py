@@ -156,21 +156,25 @@ class Trainer:
         while `step` runs."""
         began = time.perf_counter()
         prepared = self.objective.prepare(batch)
-        costs = [self.backend.cost.of(input_tokens(sample), sample.sampled_tokens) for sample in prepared.samples]
+        costs = [self.operations(sample) for sample in prepared.samples]
         members: list[list[int]] = [[] for _ in range(1 + max(prepared.minibatches, default=0))]
         for i, number in enumerate(prepared.minibatches):
             members[number].append(i)
         minibatches = [self.build_micros(prepared, each, costs) for each in members]
-        trained = self.config.learner.epochs + self.objective.needs_norms
+        return ReadyBatch(prepared, minibatches, sum(costs), time.perf_counter() - began)
+
+    def operations(self, sample: TrainSample) -> float:
+        """Floating-point operations of a batch for one of its samples: all passes of all models."""
+        length, epochs = input_tokens(sample), self.config.learner.epochs
         scored = sum(scoring.model != "critic" for scoring in self.objective.passes)
-        passes = performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
-        operations = (passes * trained + scored) * sum(costs)
+        each = performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
+        passes = each * (epochs + self.objective.needs_norms) + scored
+        found = passes * self.backend.cost.of(length, sample.sampled_tokens)
         if self.teacher:
-            operations += self.config.learner.epochs * self.teacher.operations(prepared.samples)
+            found += epochs * self.teacher.operations(sample)
         if self.critic:
-            bodies = [self.backend.cost.of(input_tokens(sample), 0) for sample in prepared.samples]
-            operations += (1 + performance.PASSES * self.config.learner.epochs) * sum(bodies)
-        return ReadyBatch(prepared, minibatches, operations, time.perf_counter() - began)
+            found += (1 + performance.PASSES * epochs) * self.backend.cost.of(length, 0)
+        return found
 
     def step(self, batch: TrainingBatch, ready: "ReadyBatch | None" = None) -> dict[str, float]:
         """Train on `batch`, prepared as `ready`, and return metrics, which are equal on all ranks except for speeds.
@@ -205,12 +209,10 @@ class Trainer:
             with seconds("norms_s"):
                 micros = self.with_norm_advantages(micros, ready.prepared)
         if self.objective.fixes_loss_inputs:
-            micros, observe = self.with_contexts(micros, observe), ignore_tokens
+            micros = self.with_contexts(micros, observe)
         results, minibatches = [], ready.split_by_minibatch(micros)
-        for epoch in range(self.config.learner.epochs):
-            results += [
-                self.optimize(minibatch, ignore_tokens if epoch else observe, seconds) for minibatch in minibatches
-            ]
+        for _ in range(self.config.learner.epochs):
+            results += [self.optimize(minibatch, observe, seconds) for minibatch in minibatches]
         with seconds("metrics_s"):
             metrics = StepTotals.combined([result.totals for result in results], self.config.learner.epochs).metrics()
             metrics |= gaps.reduced(self.ranks)
@@ -308,7 +310,8 @@ class Trainer:
         logprobs, entropies, *divergences = columns
         if micro.tokens is None:
             return 0.0 * logprobs.sum()
-        observe(micro.indices, logprobs, entropies, micro.tokens)
+        if micro.context is None:  # otherwise the pass over the whole batch has recorded them
+            observe(micro.indices, logprobs, entropies, micro.tokens)
         return self.objective.loss(logprobs, entropies, micro.tokens, totals, micro.context, *divergences)
 
     def with_scores(self, micros: list[TrainMicroBatch], scoring: ScoringPass) -> list[TrainMicroBatch]:
@@ -494,7 +497,3 @@ class Trainer:
         source = self.config.model.path
         state = self.backend.weights(checkpoint.dtype_of_folder(source))
         checkpoint.export(self.backend.lm, state, source, out_dir)
-
-
-def ignore_tokens(indices: list[int], logprobs: Tensor, entropies: Tensor, tokens: ResponseTokens) -> None:
-    """`TokenObserver` that records nothing, for tokens that an earlier pass has recorded."""

@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from april.config import Config
 from april.learner import head_divergence
+from april.learner.batch import TrainingBatch
 from april.learner.head_divergence import divergence_from
 from april.learner.loading import ModelError
 from april.learner.losses import DIVERGENCES
 from april.learner.packing import HeadInputs, longest_input, pack
 from april.learner.teacher import Teacher
+from april.learner.trainer import Trainer
 from tests.support.learner.small_learner import make_config, make_policy, make_sample
 
 MIX = 0.3
@@ -83,9 +85,25 @@ def test_a_policy_teaches_itself_only_where_it_sees_a_hint():
     assert list(map(longest_input, (plain, shown))) == [4, 10], "the budget of micro-batches counts the hint"
     assert micros[0].hinted.seq_lens == [4, 10] and micros[0].hinted.targets.equal(micros[0].targets)
 
-    def head(micro, inputs_alone=True):
+    def head(micro, inputs_alone=True, kept_head=None):
         return HeadInputs(torch.ones(len(micro.targets), 5), torch.ones(31, 5), 1.0, None)
 
     teacher = Teacher(head, None, lambda theirs, ours: torch.ones(len(ours)), by_hint=True)
     found = [micro.divergence(head(micro)).tolist() for micro in teacher.shown(micros)]
     assert found == [[0, 0, 1, 1, 1, 1], [0, 0]]
+
+
+def test_a_teacher_s_head_is_copied_once_and_its_tokens_count_in_the_balance_of_ranks(
+    one_rank, policy_folder, tmp_path
+):
+    plain = make_sample(np.random.default_rng(3), 3, 4, 1.0)
+    shown = replace(plain, hinted_prompt=np.arange(20, dtype=np.int32))
+    keys = {"divergence": "forward_kl", "hint": "{prompt} It is {label}."}
+    trainer = Trainer(make_config(policy_folder, tmp_path / "run", algorithm=keys), torch.device("cpu"))
+    micros = trainer.teacher.shown([pack(samples, trainer.device) for samples in ([plain, shown], [shown], [plain])])
+    heads = [micro.divergence.args[1].args[0].weight for micro in micros]
+    assert heads[0].data_ptr() != trainer.policy.lm.get_output_embeddings().weight.data_ptr()
+    assert all(head is heads[0] for head in heads)
+    costs = [trainer.operations(sample) for sample in (plain, shown)]
+    assert costs[1] - costs[0] == trainer.backend.cost.of(23, 4) - trainer.backend.cost.of(6, 4)
+    assert trainer.prepare(TrainingBatch(0, [[plain, shown]])).operations == sum(costs)
