@@ -33,12 +33,12 @@ from trl_side import supervised_steps
 from april.config import Config
 from april.data.arithmetic import make_data
 from april.data.conversations import Conversation
+from april.launch.sft.source import as_sample
 from april.learner.batch import TrainingBatch, TrainSample, decode, encode
 from april.learner.losses.ranks import SingleRank
 from april.learner.objective import Objective
 from april.learner.trainer import Trainer
 from april.observe.report.run_folder import read_run
-from april.sft.source import as_sample
 from april.wire.message import Version
 
 WANTED = 0.9

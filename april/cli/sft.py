@@ -25,7 +25,7 @@ def sft(config: list[Path], dry_run: bool, resume: bool, overrides: list[str]) -
     from april.config.hub import Fetcher
     from april.launch import preflight
     from april.launch.devices import place_parts, visible_devices
-    from april.launch.sft import SftRun, check_sft_resume, describe_sft, examine_sft, policy_folders
+    from april.launch.sft.start import SftRun, check_sft_resume, describe_sft, examine_sft, policy_folders
     from april.launch.supervisor import RunFailed
     from april.util.files import keep_private
 

@@ -60,7 +60,7 @@ def test_killed_ranks_and_a_killed_run_go_on_to_the_end_of_an_unbroken_run(sft):
     assert whole.wait() == 0, whole.output
     broken = sft("broken")
     wait_until(lambda: steps_recorded(sft.folder / "broken") >= 7, broken)
-    broken.kill("-u -m april.sft")
+    broken.kill("-u -m april.launch.sft")
     wait_until(lambda: steps_recorded(sft.folder / "broken") >= 17, broken)
     broken.end()
     assert summary(sft.folder / "broken")["state"] == "running"

@@ -18,8 +18,8 @@ from april.config import Config, ConfigError
 from april.data.conversations import Conversation, ConversationEncoder, load_conversations
 from april.data.rows import BadRow
 from april.data.tokenizer import Tokenizer
+from april.launch.sft.record import SftRecord
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
-from april.sft.record import SftRecord
 from april.util.errors import refuse
 from april.util.files import replace_file
 from april.wire.message import Version

@@ -1,4 +1,4 @@
-"""One rank of a supervised run: `torchrun --nproc-per-node R -m april.sft CONFIG ...`.
+"""One rank of a supervised run: `torchrun --nproc-per-node R -m april.launch.sft CONFIG ...`.
 
 A run that has checkpoints goes on from the newest one.
 """
@@ -22,7 +22,7 @@ SFT_PARTS = [key for key in REGISTRIES if key.startswith(("learner.", "data.", "
 
 def read_arguments(arguments: list[str]) -> tuple[configuration.Config]:
     """Parse the command line; returns the configuration. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="torchrun -m april.sft", description=__doc__)
+    parser = argparse.ArgumentParser(prog="torchrun -m april.launch.sft", description=__doc__)
     parser.add_argument("config", nargs="+", type=Path, help="TOML file of the run; of several, later ones win")
     options, overrides = parser.parse_known_args(arguments)
     add_import_folders()
@@ -34,11 +34,11 @@ def read_arguments(arguments: list[str]) -> tuple[configuration.Config]:
 def train(config: configuration.Config) -> None:
     import torch.distributed as dist
 
+    from april.launch.sft.held_out import HeldOutLoss
+    from april.launch.sft.source import ConversationBook, ConversationSource
     from april.learner import loop, process_group
     from april.learner.batch import share_batch
     from april.learner.trainer import Trainer
-    from april.sft.held_out import HeldOutLoss
-    from april.sft.source import ConversationBook, ConversationSource
     from april.util.pulse import MAIN, LoopWatch
 
     keep_private(config.run_dir)
@@ -68,7 +68,7 @@ def train(config: configuration.Config) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    return run_rank("april.sft", lambda: read_arguments(arguments), train)
+    return run_rank("april.launch.sft", lambda: read_arguments(arguments), train)
 
 
 if __name__ == "__main__":

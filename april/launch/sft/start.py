@@ -33,8 +33,8 @@ from april.launch.check import (
 from april.launch.dry_run import count_of, describe_model, describe_training
 from april.launch.memory import adapter_parameters, read_shape
 from april.launch.row_checks import length_range, located
+from april.launch.sft.source import STOP_FILE, ConversationBook, checked_order
 from april.launch.supervisor import Part, RunFailed
-from april.sft.source import STOP_FILE, ConversationBook, checked_order
 from april.util.errors import refuse
 from april.util.files import has_weights, replace_file
 from april.util.lifetime import REFUSED, stop_signals, was_interrupted
@@ -177,7 +177,7 @@ class SftRun:
         self.metrics = self.run_dir / "metrics.jsonl"
         section, log = config.learner, self.run_dir / "logs/learner.log"
         ranks = ["--nproc-per-node", str(section.ranks), "--max-restarts", str(section.max_restarts)]
-        program = ["-m", "april.sft", str(self.run_dir / "config.toml")]
+        program = ["-m", "april.launch.sft", str(self.run_dir / "config.toml")]
         command = python_command("-m", "april.learner.launch", *ranks, *program)
         self.part = Part(
             TARGETS.find(config.run.target)(), "learner", command, log, section.threads, 0, section.hung_s,

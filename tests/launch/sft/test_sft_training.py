@@ -15,13 +15,13 @@ from april import config as configuration
 from april.cli.sft import sft
 from april.config import ConfigError
 from april.launch.check import Findings
-from april.launch.sft import describe_line, inspect_conversations
+from april.launch.sft.held_out import HeldOutLoss
+from april.launch.sft.record import SftRecord
+from april.launch.sft.source import STOP_FILE, ConversationBook, ConversationSource
+from april.launch.sft.start import describe_line, inspect_conversations
 from april.learner import loop
 from april.learner.policy.warm_start import build_model
 from april.learner.trainer import Trainer
-from april.sft.held_out import HeldOutLoss
-from april.sft.record import SftRecord
-from april.sft.source import STOP_FILE, ConversationBook, ConversationSource
 from april.util.versions import RUN_FOLDER
 from tests.support.chat_tokenizer import VOCABULARY, save_chat_tokenizer
 
