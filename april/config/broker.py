@@ -153,16 +153,17 @@ class WeightsSection(Section):
     )
     delta: Literal["off", "auto"] = Field(
         "off",
-        description="Form of the snapshots that transport = 'pull' writes: off writes all weights each time, auto "
-        "what has changed since the snapshot before. Learner and workers then keep one more copy of the weights that "
-        "they write or read. It saves much where weights are published in 16 bits, and little in float32.",
+        description="Form of new weights: off sends or writes all of them each time, auto what has changed since the "
+        "version before, to workers that have it, or since the last snapshot of transport = 'pull'. Learner and "
+        "workers then keep one more copy of the weights. It saves much where weights are published in 16 bits, and "
+        "little in float32. Adapters, and what inference servers receive themselves, are sent whole.",
     )
     whole_every: int = Field(
         8,
         ge=2,
         le=100,
-        description="Interval of whole snapshots with delta = 'auto', counted in snapshots. A high value saves "
-        "writing; a worker that joins reads the last whole one and all deltas since.",
+        description="Interval of whole snapshots of transport = 'pull' with delta = 'auto', in snapshots. A high value "
+        "saves writing; a worker that joins reads the last whole one and all deltas since.",
     )
     senders: Literal["rank_0", "all"] = Field(
         "rank_0",

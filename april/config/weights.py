@@ -56,7 +56,7 @@ def check_snapshots_are_read(config: Config) -> None:
     if not config.is_shipped("weights.transport"):
         return
     transports, name = registry_of("weights.transport"), config.weights.transport
-    for key, default in {"folder": AUTO, "every": 1, "delta": "off"}.items():
+    for key, default in {"folder": AUTO, "every": 1, "whole_every": WeightsSection().whole_every}.items():
         value = getattr(config.weights, key)
         if value != default and not transports.find(name).pulls:
             refuse(
@@ -73,6 +73,13 @@ def check_external_weights(config: Config) -> None:
         return
     if registry_of("weights.transport").find(config.weights.transport).carries_weights:
         return
+    if config.weights.delta != "off":
+        refuse(
+            "weights.delta",
+            config.weights.delta,
+            f"is how weights travel, which weights.transport = {config.weights.transport!r} leaves to others",
+            "leave it out, or use another transport",
+        )
     engines = registry_of("worker.engine")
     if not engines.find(config.worker.engine).accepts_external_weights:
         refuse(

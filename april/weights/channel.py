@@ -49,6 +49,8 @@ class ChannelJoin(Message):
     base: Name = ""
     """Checksum of the worker's base model, for which the learner may send adapters; "": the worker needs complete
     weights."""
+    digest: Name = ""
+    """Digest of the version `held` if the worker keeps it, so that deltas to it may be sent; otherwise ""."""
 
 
 class ChannelInvite(Message):
@@ -120,6 +122,14 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True):
     tensors."""
 
 
+class DeltaBase(msgspec.Struct, array_like=True, frozen=True):
+    """The weights to which a delta is applied."""
+
+    version: Version
+    digest: str
+    """Digest of the whole version (`april.weights.snapshot.joint_digest`)."""
+
+
 class ChannelManifest(Message):
     """Announces the next transfer over a channel: a part from each sender, in buckets of `bucket_bytes`."""
 
@@ -134,6 +144,8 @@ class ChannelManifest(Message):
     """Canary with the learner's log-probabilities under these weights; None if the learner publishes none."""
     adapter: Adapter | None = None
     """How to merge the tensors, if they are an adapter's; None if they are complete weights."""
+    delta_to: DeltaBase | None = None
+    """Weights to which the parts come as deltas; None: they come whole."""
 
 
 class ChannelPosted(Message):
@@ -149,6 +161,8 @@ class ChannelLoaded(Message):
 
     channel: str
     version: Version
+    digest: Name = ""
+    """Digest of these weights if the worker keeps them, so that deltas to them may be sent; otherwise ""."""
 
 
 class ChannelFailed(Message):
@@ -203,6 +217,10 @@ class WeightChannel:
     """CURVE public key of the worker; "" without CURVE."""
     base: str = ""
     """Checksum of the worker's base model."""
+    digest: str = ""
+    """Digest of the acknowledged version, if the worker keeps it."""
+    was_delta: bool = False
+    """Whether the last transfer was a delta."""
     inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
     """Received messages of the channel: ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed."""
 

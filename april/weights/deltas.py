@@ -22,8 +22,8 @@ import torch
 import zstandard
 from torch import Tensor
 
-from april.weights.channel import TensorHead
-from april.weights.snapshot import DTYPES, ReusedBuffers, SnapshotError, layout, unpack
+from april.weights.channel import TensorHead, WeightPart
+from april.weights.snapshot import DTYPES, ReusedBuffers, SnapshotError, clear_padding, layout, unpack, verify
 
 BLOCK_BYTES = 2**24
 """Most bytes of a block, which bounds the memory of encoding and applying."""
@@ -65,9 +65,12 @@ def delta_pieces(heads: Sequence[TensorHead], new: Mapping[str, Tensor], base: M
     return [LENGTH.pack(len(header)), header, *payloads]
 
 
-def apply_delta(data: Tensor, base: Mapping[str, Tensor], buffers: ReusedBuffers) -> dict[str, Tensor]:
+def apply_delta(
+    data: Tensor, base: Mapping[str, Tensor], buffers: ReusedBuffers, part: WeightPart | None = None
+) -> dict[str, Tensor]:
     """The tensors that a file of deltas, uint8 [bytes], makes of `base`, which stays as it is. Raises SnapshotError if
-    they are not the learner's."""
+    they are not the learner's, or not those of `part`, which comes from who vouches for them if the file itself may be
+    anybody's."""
     content, zstd = memoryview(data.numpy()), zstandard.ZstdDecompressor()
     try:
         (length,) = LENGTH.unpack(content[: LENGTH.size])
@@ -75,17 +78,31 @@ def apply_delta(data: Tensor, base: Mapping[str, Tensor], buffers: ReusedBuffers
         described = msgspec.msgpack.decode(content[:length], type=list[DeltaTensor])
         content = content[length:]
         heads = [each.head for each in described]
-        tensors = unpack(heads, buffers.take(layout(heads)[1]))
+        if part and heads != part.tensors:
+            raise SnapshotError("a delta of weights has other tensors than were announced")
+        made = buffers.take(layout(heads)[1])
+        tensors = unpack(heads, made)
         for each in described:
             values, old = words(tensors[each.head.name]), words_of_base(each.head, base)
             for place, (form, size) in zip(blocks(values), each.blocks, strict=True):
-                decode(form, zstd.decompress(content[:size]), None if old is None else old[place], values[place])
+                raw = decompressed(zstd, content[:size], values[place])
+                decode(form, raw, None if old is None else old[place], values[place])
                 content = content[size:]
             if hashlib.sha256(values.data).hexdigest() != each.digest:
                 raise WrongBase(f"tensor {each.head.name} is not the learner's once its delta is applied")
     except (struct.error, msgspec.DecodeError, zstandard.ZstdError, ValueError, IndexError, MemoryError) as error:
         raise SnapshotError(f"a delta of weights cannot be read: {error}") from error
+    if part:
+        clear_padding(heads, made)
+        verify(made, part.digest)
     return tensors
+
+
+def decompressed(zstd: zstandard.ZstdDecompressor, payload: memoryview, values: np.ndarray) -> bytes:
+    """The content of a block's payload. Raises ValueError if it is longer than any of a block of `values`."""
+    if zstandard.frame_content_size(payload) > values.size * (DISTANCE.itemsize + values.itemsize):
+        raise ValueError("a block is too long")
+    return zstd.decompress(payload)
 
 
 def words(tensor: Tensor) -> np.ndarray:

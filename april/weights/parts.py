@@ -25,7 +25,8 @@ from april.util.errors import refuse
 from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
 from april.weights.channel import ChannelInvite, link_name
-from april.weights.snapshot import Snapshot, outgoing
+from april.weights.part_transfer import DeltaBases, send_part
+from april.weights.snapshot import Snapshot
 from april.weights.transports import Transport
 from april.wire.message import Version
 
@@ -67,6 +68,8 @@ class SendPart(SendingCommand, frozen=True):
     timeout_s: float
     sender: int = ALL
     """Rank that sends; `ALL`: each of the other ranks does."""
+    as_delta: bool = False
+    """Whether what is sent is the part's delta."""
 
 
 class CloseLink(SendingCommand, frozen=True):
@@ -143,8 +146,9 @@ class SendingLink:
     server_ranks: int
     held: Snapshot | None = None
     """Part that is announced to the worker, and will be sent once it is ready."""
-    due: queue.SimpleQueue[tuple[Snapshot, float] | None] = field(default_factory=queue.SimpleQueue)
-    """Parts to send, each with its deadline (Unix time, seconds); None: the channel has ended."""
+    due: queue.SimpleQueue[tuple[Snapshot, float, bool] | None] = field(default_factory=queue.SimpleQueue)
+    """Parts to send, each with its deadline (Unix time, seconds) and whether its delta is sent; None: the channel has
+    ended."""
 
 
 class PartSender:
@@ -157,6 +161,7 @@ class PartSender:
         self._transport: Transport = TRANSPORTS.find(config.transport)(config)
         self._changed = threading.Condition()
         self._newest: Snapshot | None = None
+        self._bases = DeltaBases(config.delta)
         self._links: dict[str, SendingLink] = {}
         self._gathers = self._withdrawals = 0
         """Versions that this rank has begun to gather, and those before which rank 0 has withdrawn the one before."""
@@ -166,7 +171,7 @@ class PartSender:
     def keep(self, part: Snapshot) -> None:
         """Keep this rank's part of the version that is published next."""
         with self._changed:
-            self._newest = part
+            self._newest = self._bases.followed_by(part)
 
     def await_withdrawn(self, timeout_s: float) -> None:
         """Wait until rank 0 has withdrawn the newest version, before the next is gathered; its memory is then free
@@ -216,7 +221,7 @@ class PartSender:
         elif isinstance(command, SendPart) and command.sender not in (ALL, self.rank):
             pass  # another rank's turn
         elif isinstance(command, SendPart) and link.held:
-            link.due.put((link.held, clock.now() + command.timeout_s))
+            link.due.put((link.held, clock.now() + command.timeout_s, command.as_delta))
             link.held = None
         else:
             if not isinstance(command, CloseLink):
@@ -233,8 +238,11 @@ class PartSender:
             meeting = self._transport.meet(own, as_learner=True, server_ranks=link.server_ranks)
             with contextlib.closing(meeting) as connected:
                 while task := link.due.get():
-                    part, deadline = task
-                    connected.send(outgoing(part, self.bucket_bytes, bool(link.server_ranks)), deadline)
+                    part, deadline, as_delta = task
+                    send_part(
+                        connected, part, self.bucket_bytes, deadline,
+                        to_server=bool(link.server_ranks), as_delta=as_delta,
+                    )  # fmt: skip
                     del task, part
         except Exception as error:  # whatever a transport raises costs its channel alone
             fault = not isinstance(error, RuntimeError | OSError)

@@ -42,8 +42,9 @@ from april.weights.channel import (
     forget_keys,
     serve_store,
 )
+from april.weights.part_transfer import DeltaBases, delta_base_for, send_part
 from april.weights.parts import CloseLink, HoldPart, OpenLink, PartCommands, SendPart, WithdrawPart
-from april.weights.snapshot import Snapshot, checksums_in_server, outgoing, pack, unpack
+from april.weights.snapshot import Snapshot, checksums_in_server, pack, unpack
 from april.weights.transports import ExternalTransport, Link, Transport
 from april.wire import limits
 from april.wire.message import Version
@@ -62,9 +63,7 @@ VERIFY_EVERY = 20
 transfer."""
 MAX_CHANNELS = 2048
 """Most channels at a time; each channel has a thread."""
-FROM_WORKERS = (
-    ChannelJoin, ChannelReady, ChannelAlive, ChannelPosted, ChannelLoaded, ChannelFailed
-)  # fmt: skip
+FROM_WORKERS = (ChannelJoin, ChannelReady, ChannelAlive, ChannelPosted, ChannelLoaded, ChannelFailed)
 ANYBODY = KeyOwner("", "worker", "")
 """Sender of every message if no keys are set."""
 
@@ -87,6 +86,7 @@ class WeightPublisher:
         self.run = run
         self.device = device
         self._snapshot: Snapshot | None = None
+        self._bases = DeltaBases(config.delta)
         self._ranks: PartCommands | None = None
         """Commands to the ranks that hold the other parts of each version; None while rank 0 holds all."""
         self._senders = 1
@@ -197,9 +197,10 @@ class WeightPublisher:
     def _offer(self, snapshot: Snapshot) -> dict[str, float]:
         """Publish a snapshot, and wait for the workers as `publish` does; returns the same figures."""
         version, deadline = snapshot.version, clock.now() + self.config.publish_deadline_s
+        snapshot = self._bases.followed_by(snapshot)
         with self._changed:
             late = self._wait_for(self._awaited, snapshot, deadline)
-            reached = sum(channel.acknowledged == version for channel in self._channels.values())
+            reached = [channel for channel in self._channels.values() if channel.acknowledged == version]
             lost, self._lost = self._lost, 0
             wrong, self._wrong = self._wrong, 0
         for channel in late:
@@ -207,7 +208,8 @@ class WeightPublisher:
             log.warning("worker %s has not loaded %s within %g s", channel.worker, version, within_s, extra=ids)
         return {
             "publish_bytes": sum(part.total_bytes for part in snapshot.parts),
-            "publish_workers": reached,
+            "publish_workers": len(reached),
+            "publish_deltas": sum(channel.was_delta for channel in reached),
             "publish_late": len(late),
             "publish_lost": lost,
             "publish_wrong": wrong,
@@ -328,6 +330,7 @@ class WeightPublisher:
                 server_ranks=join.ranks,
                 key=peer.key,
                 base=join.base,
+                digest=join.digest,
             )
             self._channels[name] = channel
         self._start_thread(name, self._run_channel, channel)
@@ -431,11 +434,9 @@ class WeightPublisher:
         return self._merged.of(snapshot)
 
     def _transfer(self, channel: WeightChannel, link: Link, snapshot: Snapshot) -> None:
-        bucket_bytes = self.bucket_bytes
-        expected = self._server_checksums(channel, snapshot)
-        manifest = ChannelManifest(
-            channel.name, snapshot.version, snapshot.parts, bucket_bytes, expected, snapshot.canary, snapshot.adapter
-        )
+        expected, delta_to = self._server_checksums(channel, snapshot), delta_base_for(channel, snapshot)
+        described = (snapshot.version, snapshot.parts, self.bucket_bytes, expected, snapshot.canary, snapshot.adapter)
+        manifest = ChannelManifest(channel.name, *described, delta_to)
         deadline = clock.now() + self.config.transfer_deadline_s
         self._send(channel, manifest)
         self._await(channel, ChannelPosted, snapshot.version, deadline)
@@ -443,13 +444,15 @@ class WeightPublisher:
         channel.posted = snapshot.version
         self._set_state(channel, "sending")
         if self._ranks and not channel.server_ranks:
-            self._ranks.tell(SendPart(channel.name, self.config.transfer_deadline_s))
-        link.send(outgoing(snapshot, bucket_bytes, bool(channel.server_ranks)), deadline)
+            self._ranks.tell(SendPart(channel.name, self.config.transfer_deadline_s, as_delta=bool(delta_to)))
+        to_server = bool(channel.server_ranks)
+        send_part(link, snapshot, self.bucket_bytes, deadline, to_server=to_server, as_delta=bool(delta_to))
         if self._ranks and channel.server_ranks:  # which takes one part after the other
             for sender in range(1, len(snapshot.parts)):
                 self._await(channel, ChannelPosted, snapshot.version, deadline)
                 self._ranks.tell(SendPart(channel.name, deadline - clock.now(), sender))
-        self._await(channel, ChannelLoaded, snapshot.version, deadline)
+        channel.digest = self._await(channel, ChannelLoaded, snapshot.version, deadline).digest
+        channel.was_delta = bool(delta_to)
 
     def _server_checksums(self, channel: WeightChannel, snapshot: Snapshot) -> dict[str, str]:
         """Expected checksums of the inference server's tensors, if this transfer is to be verified and they can be

@@ -39,9 +39,11 @@ from april.weights.channel import (
     ChannelManifest,
     ChannelPosted,
     ChannelReady,
+    DeltaBase,
     link_name,
 )
-from april.weights.snapshot import ReusedBuffers, SnapshotError, buckets, joint_digest, unpack, verify
+from april.weights.part_transfer import KeptWeights, receive_delta, receive_whole
+from april.weights.snapshot import ReusedBuffers, SnapshotError, joint_digest
 from april.weights.source import StagedWeights, WeightSource
 from april.weights.transports import Link, OtherMachine, Transport
 from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
@@ -107,6 +109,8 @@ class WeightReceiver(WeightSource):
         """What the engine has to tell the learner, in order: methods of `LearnerConnection` with their arguments, which
         the receiver's thread calls."""
         self.buffers = ReusedBuffers()
+        self.kept: KeptWeights | None = None
+        """The weights that were received last, if deltas to them may come; only the receiver's thread uses them."""
         self._learner = ("", "")
         """(address, CURVE public key) of the learner's publisher."""
         self._closed = False
@@ -257,11 +261,12 @@ class LearnerConnection:
 
     def tell_loaded(self, version: Version) -> None:
         """Tell the learner that the engine samples from `version` now."""
-        self._send(ChannelLoaded(self.invite.channel if self.invite else "", version))
+        self._send(ChannelLoaded(self.invite.channel if self.invite else "", version, self._digest_kept(version)))
 
     def tell_refused(self, why: str, wrong: bool) -> None:
         """End the channel because the engine refuses the weights, and ask for another one after a while."""
         self._fail(why, wrong)
+        self.receiver.kept = None
         self._ask_again_at = clock.now() + INVITATION_S
 
     def ask_again(self) -> None:
@@ -303,7 +308,9 @@ class LearnerConnection:
             receiver, server = self.receiver, self.receiver.server
             device, ranks = (server.device, server.ranks) if server else (receiver.device, 0)
             base = receiver.base.checksum if receiver.base and not server else ""
-            self._send(ChannelJoin(receiver.uid, receiver.name, device, receiver.held, ranks, base))
+            held = receiver.held
+            keeps = self._digest_kept(held)
+            self._send(ChannelJoin(receiver.uid, receiver.name, device, held, ranks, base, keeps))
 
     def _send(self, message: wire.Message) -> None:
         """Queue a message to the learner. If the queue is full, the learner is considered gone, and the channel
@@ -368,8 +375,16 @@ class LearnerConnection:
             return
         if not 1 <= len(manifest.parts) <= len(self.links):
             raise SnapshotError(f"{len(manifest.parts)} parts are announced over {len(self.links)} links")
-        tensors = self._receive_parts(manifest, started_at + self.receiver.config.transfer_deadline_s)
+        base, self.receiver.kept = self.receiver.kept, None  # dropped before whole weights take as much memory
+        if manifest.delta_to is None:
+            base = None
+        elif not base or base.name != manifest.delta_to:
+            raise SnapshotError(f"a delta to {manifest.delta_to.version} is announced, which this worker does not keep")
+        tensors = self._receive_parts(manifest, base, started_at + self.receiver.config.transfer_deadline_s)
         adapter = manifest.adapter
+        if self.receiver.config.delta != "off" and not adapter:
+            name = DeltaBase(manifest.version, joint_digest(manifest.parts))
+            self.receiver.kept = KeptWeights(name, tensors)
         if adapter and not self.receiver.adapts():
             tensors, adapter = self._with_adapter(adapter, tensors), None
         staged = StagedWeights(
@@ -378,22 +393,25 @@ class LearnerConnection:
         )  # fmt: skip
         self.receiver.stage(staged)
 
-    def _receive_parts(self, manifest: ChannelManifest, deadline: float) -> dict[str, Tensor]:
-        """Receive all parts of a version at the same time; signs of life are sent meanwhile. Raises RuntimeError or
-        OSError once no link receives any more."""
-        data = [self.receiver.buffers.take(part.total_bytes) for part in manifest.parts]
+    def _receive_parts(self, manifest: ChannelManifest, base: KeptWeights | None, deadline: float) -> dict[str, Tensor]:
+        """Receive all parts of a version at the same time, as deltas to `base` if given; signs of life are sent
+        meanwhile. Raises RuntimeError or OSError once no link receives any more."""
+        size, buffers, pending = manifest.bucket_bytes, self.receiver.buffers, list[tuple[Any, ...]]()
+        for link, part in zip(self.links, manifest.parts, strict=False):
+            if base:
+                pending.append((receive_delta, link, part, size, base, buffers, deadline))
+            else:
+                data = buffers.take(part.total_bytes)
+                pending.append((receive_whole, link, part, size, data, deadline))
         self._send(ChannelPosted(manifest.channel, manifest.version))
-        receiving = [
-            in_background(link.receive, buckets(own, manifest.bucket_bytes), deadline)
-            for link, own in zip(self.links, data, strict=False)
-        ]
+        receiving = [in_background(*work) for work in pending]
         self._wait_alive(receiving)
-        tensors: dict[str, Tensor] = {}
-        for part, own, received in zip(manifest.parts, data, receiving, strict=True):
-            received.result()
-            verify(own, part.digest)
-            tensors |= unpack(part.tensors, own)
-        return tensors
+        return {name: tensor for received in receiving for name, tensor in received.result().items()}
+
+    def _digest_kept(self, version: Version | None) -> str:
+        """Digest of `version` if the worker keeps it for deltas, otherwise ""."""
+        kept = self.receiver.kept
+        return kept.name.digest if kept and kept.name.version == version else ""
 
     def _send_alive(self) -> None:
         if self.invite:

@@ -77,8 +77,15 @@ def pack(
     for offset, tensor in zip(offsets, tensors.values(), strict=True):
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         data[offset : offset + flat.numel()] = flat
-        data[offset + flat.numel() :][: -flat.numel() % ALIGNMENT_BYTES] = 0
+    clear_padding(heads, data)
     return Snapshot(version, heads, data, digest(data), canary, adapter)
+
+
+def clear_padding(heads: list[TensorHead], data: Tensor) -> None:
+    """Set the bytes between the tensors of a snapshot's buffer to 0."""
+    for offset, head in zip(layout(heads)[0], heads, strict=True):
+        size = byte_size(head)
+        data[offset + size :][: -size % ALIGNMENT_BYTES] = 0
 
 
 def empty_buffer(size: int) -> Tensor:

@@ -50,7 +50,11 @@ def file(tmp_path):
             ["weights.every", "2", "held-out prompts", "set it to 1"],
         ),
         (["--weights.every", "2"], ["weights.every", "2", "'collective' does not write", "transport = 'pull'"]),
-        (["--weights.delta", "auto"], ["weights.delta", "auto", "'collective' does not write", "transport = 'pull'"]),
+        (
+            ["--weights.transport", "external", "--weights.delta", "auto"],
+            ["weights.delta", "auto", "'external' leaves to others", "another transport"],
+        ),
+        (["--weights.whole_every", "4"], ["weights.whole_every", "4", "'collective' does not write", "'pull'"]),
         ([*PULL, "--weights.whole_every", "4"], ["weights.whole_every", "4", "'off'", "weights.delta = 'auto'"]),
         (["--weights.folder", "/tmp"], ["weights.folder", "/tmp", "'collective' does not write", "'pull'"]),
         ([*PULL, "--weights.folder", "s3://user:secret@host/x"], ["weights.folder", "credentials", "environment"]),

@@ -1,6 +1,7 @@
 """A worker's weights thread in a process of its own: prints every version it loads with a sum over its tensors.
 
-Its arguments: the publisher's address, the transport, its name, and the folder of its model, if it has one.
+Its arguments: the publisher's address, the transport, its name, and the folder of its model, if it has one; `--delta`:
+deltas are sent to it.
 """
 
 import sys
@@ -11,8 +12,8 @@ from april.config import WeightsSection
 from april.weights.base import BaseWeights
 from april.weights.receiver import WeightReceiver
 
-address, transport, name, *model = sys.argv[1:]
-section = WeightsSection(transport=transport)
+address, transport, name, *model = [each for each in sys.argv[1:] if each != "--delta"]
+section = WeightsSection(transport=transport, delta="auto" if "--delta" in sys.argv else "off")
 base = BaseWeights(Path(model[0])) if model else None
 receiver = WeightReceiver(section, uid=f"{name}-{time.monotonic_ns()}", name=name, device="cpu", base=base)
 receiver.connect(address)

@@ -2,8 +2,8 @@
 there is a file `publish_STEP` beside the file in which the ranks meet, it publishes the weights of that step and prints
 the figures.
 
-Its arguments: its rank, the number of ranks, the file in which they meet, the transport, and deadlines in seconds to
-publish and to transfer.
+Its arguments: its rank, the number of ranks, the file in which they meet, the transport, deadlines in seconds to
+publish and to transfer, and `weights.delta`.
 """
 
 import json
@@ -35,13 +35,13 @@ def weights(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(rows, 2000, generator=generator) for name, rows in ROWS.items()}
 
 
-def main(rank: int, ranks: int, store: str, transport: str, publish_s: float, transfer_s: float) -> None:
+def main(rank: int, ranks: int, store: str, transport: str, publish_s: float, transfer_s: float, delta: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     mesh = init_device_mesh("cpu", (ranks,))
     section = WeightsSection(
-        senders="all", transport=transport, publish_deadline_s=publish_s, transfer_deadline_s=transfer_s
+        senders="all", transport=transport, delta=delta, publish_deadline_s=publish_s, transfer_deadline_s=transfer_s
     )
     config = SimpleNamespace(weights=section, learner=LearnerSection(), engine=SimpleNamespace(weights="broadcast"))
     publisher = WeightPublisher(section, "test", "cpu") if rank == 0 else None
@@ -65,5 +65,5 @@ def main(rank: int, ranks: int, store: str, transport: str, publish_s: float, tr
 
 
 if __name__ == "__main__":
-    own, all_ranks, path, kind, publish, transfer = sys.argv[1:]
-    main(int(own), int(all_ranks), path, kind, float(publish), float(transfer))
+    own, all_ranks, path, kind, publish, transfer, deltas = sys.argv[1:]
+    main(int(own), int(all_ranks), path, kind, float(publish), float(transfer), deltas)

@@ -29,16 +29,17 @@ RANKS = 3
 class Learner:
     """A learner of three ranks, which publishes each step when it is told to."""
 
-    def __init__(self, folder, transport, publish_s=PATIENCE_S, transfer_s=PATIENCE_S):
-        self.folder, self.transport, self.workers = folder, transport, []
-        arguments = [str(RANKS), str(folder / "ranks"), transport, str(publish_s), str(transfer_s)]
+    def __init__(self, folder, transport, publish_s=PATIENCE_S, transfer_s=PATIENCE_S, delta="off"):
+        self.folder, self.transport, self.delta, self.workers = folder, transport, delta, []
+        arguments = [str(RANKS), str(folder / "ranks"), transport, str(publish_s), str(transfer_s), delta]
         program = [sys.executable, "-m", "tests.weights.part_ranks"]
         pipes = {"stdout": PIPE, "stderr": PIPE, "text": True}
         self.ranks = [Popen([*program, str(rank), *arguments], **pipes) for rank in range(RANKS)]
         self.address = self.ranks[0].stdout.readline().strip()
 
     def start_workers(self, *names):
-        started = [ChannelWorker(self.address, self.transport, name) for name in names]
+        deltas = ["--delta"] if self.delta == "auto" else []
+        started = [ChannelWorker(self.address, self.transport, name, *deltas) for name in names]
         self.workers += started
         assert all(each.has_started() for each in started)
         return started
@@ -78,9 +79,10 @@ def total(step):
     return pytest.approx(sum(float(tensor.double().sum()) for tensor in weights(step).values()), abs=1e-4)
 
 
-@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
-def test_a_worker_gets_the_parts_of_all_ranks_whenever_it_joins(learner, transport):
-    ranks = learner(transport)
+@pytest.mark.parametrize(("transport", "delta"), [("collective", "auto"), ("shared_memory", "off")])
+def test_a_worker_gets_the_parts_of_all_ranks_whenever_it_joins(learner, transport, delta):
+    """Each part whole, or as a delta to what the worker has."""
+    ranks = learner(transport, PATIENCE_S, PATIENCE_S, delta)
     first, second = ranks.start_workers("w0", "w1")
     figures = ranks.publish(0)
     assert [each.await_version("0.0") for each in (first, second)] == [total(0)] * 2
@@ -90,6 +92,7 @@ def test_a_worker_gets_the_parts_of_all_ranks_whenever_it_joins(learner, transpo
     for step in (1, 2):
         figures = ranks.publish(step)
         assert (figures["publish_workers"], figures["publish_late"], figures["publish_lost"]) == (3, 0, 0)
+        assert figures["publish_deltas"] == (3 if delta == "auto" else 0)
         assert [each.await_version(f"0.{step}") for each in (first, second, late)] == [total(step)] * 3
 
 

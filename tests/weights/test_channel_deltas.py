@@ -1,0 +1,261 @@
+"""Deltas over weight channels: what a worker makes of one is the whole update, bit by bit, or it gets the whole update.
+Real gloo, real shared memory, a real kill."""
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+from april.config import WeightsSection
+from april.weights import part_transfer
+from april.weights.part_transfer import KeptWeights, PartDelta
+from april.weights.publisher import WeightPublisher
+from april.weights.receiver import WeightReceiver
+from april.wire.message import Version
+from tests.support.run_processes import wait_until
+from tests.weights.test_channels import PATIENCE_S, ChannelWorker, take
+
+SECTION = WeightsSection(delta="auto", transfer_deadline_s=PATIENCE_S)
+SIZE = 300_000
+
+
+def weights(step, incarnation=0):
+    """Weights of which each step has changed one value in a hundred; what the steps change depends on the
+    incarnation."""
+    moved = torch.zeros(SIZE)
+    for each in range(1, step + 1):
+        moved += torch.rand(SIZE, generator=torch.Generator().manual_seed(1000 * incarnation + each)) < 0.01
+    return {"w": (1.0 + moved / 128).bfloat16(), "norm": torch.full((3,), float(step)), "empty": torch.zeros(0)}
+
+
+class Learner(WeightPublisher):
+    """A publisher that waits for no worker. `forms`: of each transfer its step, and the bytes of the delta or, if it
+    was whole, None."""
+
+    def __init__(self, transport, incarnation=0):
+        super().__init__(SECTION.model_copy(update={"transport": transport, "publish_deadline_s": 0.0}), "test", "cpu")
+        self.incarnation, self.forms = incarnation, []
+
+    def offer(self, step):
+        self.publish(Version(self.incarnation, step), weights(step, self.incarnation))
+
+    def await_held(self, *steps):
+        """Wait until the workers have said that they hold these steps."""
+        expected = Counter(Version(self.incarnation, step) for step in steps)
+        wait_until(lambda: Counter(each.acknowledged for each in list(self._channels.values())) == expected)
+
+    def _transfer(self, channel, link, snapshot):
+        super()._transfer(channel, link, snapshot)
+        size = len(snapshot.delta.encoded(snapshot)) if channel.was_delta else None
+        self.forms.append((snapshot.version.step, size))
+
+
+@pytest.fixture(params=["collective", "shared_memory"])
+def transport(request):
+    return request.param
+
+
+collective = pytest.mark.parametrize("transport", ["collective"])
+
+
+@pytest.fixture
+def start(transport, monkeypatch):
+    """start(incarnation): a learner."""
+    monkeypatch.setattr("april.weights.publisher.SILENCE_S", PATIENCE_S)
+    made = []
+
+    def start(incarnation=0):
+        made.append(Learner(transport, incarnation))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def learner(start):
+    return start()
+
+
+@pytest.fixture
+def join():
+    """join(learner, name): a worker, whose engine takes weights when `loads` is called."""
+    made = []
+
+    def join(learner, name="w0", delta="auto"):
+        made.append(WeightReceiver(learner.config.model_copy(update={"delta": delta}), f"{name}-uid", name, "cpu"))
+        made[-1].connect(learner.address)
+        return made[-1]
+
+    yield join
+    for each in made:
+        each.close()
+
+
+def loads(worker, step, incarnation=0):
+    """Have the engine take the next weights, which have to be those of the step, bit by bit."""
+    staged = take(worker)
+    assert staged.version == Version(incarnation, step)
+    assert_bits(staged.tensors, weights(step, incarnation))
+    worker.loaded(staged.version)
+
+
+def assert_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert found[name].dtype == each.dtype and found[name].shape == each.shape
+        assert torch.equal(found[name].contiguous().view(torch.uint8), each.view(torch.uint8))
+
+
+def test_a_worker_gets_what_has_changed_since_the_version_that_it_holds_and_others_get_all(learner, join):
+    learner.offer(0)
+    first, late, plain = join(learner, "w0"), join(learner, "w1"), join(learner, "w2", delta="off")
+    for each in (first, late, plain):
+        loads(each, 0)
+    learner.await_held(0, 0, 0)
+    for step in (1, 2):
+        learner.offer(step)
+        loads(first, step), loads(plain, step)
+        learner.await_held(0, step, step)
+        wait_until(lambda: late.has_staged)
+    learner.offer(3)
+    loads(late, 1), loads(late, 3)
+    joined = join(learner, "w3")
+    for each in (first, plain, joined):
+        loads(each, 3)
+    learner.await_held(3, 3, 3, 3)
+    learner.offer(4)
+    for each in (first, late, plain, joined):
+        loads(each, 4)
+    learner.await_held(4, 4, 4, 4)
+    whole = [sorted(size is None for at, size in learner.forms if at == step) for step in range(5)]
+    deltas_but_to_plain = [False, False, True]
+    assert whole == [
+        [True] * 3,
+        deltas_but_to_plain,
+        [False, True],
+        [False, True, True, True],
+        [False, *deltas_but_to_plain],
+    ]
+    assert max(size for _, size in learner.forms if size) < 0.05 * 2 * SIZE
+
+
+@collective
+def test_a_worker_whose_base_is_not_what_it_says_refuses_the_delta_and_gets_all(learner, join, caplog):
+    """Its base has changed in memory; then another version is kept under the name of the one that it holds."""
+    learner.offer(0)
+    worker = join(learner)
+    loads(worker, 0)
+    learner.await_held(0)
+    worker.kept.tensors["w"][7] += 1.0
+    learner.offer(1)
+    loads(worker, 1)
+    learner.await_held(1)
+    assert "tensor w is not the learner's once its delta is applied" in caplog.text
+    worker.kept = KeptWeights(worker.kept.name, weights(0))
+    learner.offer(2)
+    loads(worker, 2)
+    learner.await_held(2)
+    worker.kept = None
+    learner.offer(3)
+    loads(worker, 3)
+    learner.await_held(3)
+    assert "a delta to 0.2 is announced, which this worker does not keep" in caplog.text
+    assert learner.forms == [(step, None) for step in range(4)]
+
+
+@collective
+@pytest.mark.parametrize("tampered", ["bytes", "another delta", "length", "other tensors"])
+def test_a_delta_that_was_changed_on_its_way_is_refused_and_all_are_sent(learner, join, monkeypatch, caplog, tampered):
+    """Also one that is whole in itself: links are not encrypted, so only the manifest is believed."""
+    learner.offer(0)
+    worker = join(learner)
+    loads(worker, 0)
+    learner.await_held(0)
+    made = part_transfer.delta_pieces
+
+    def changed(heads, new, base):
+        if tampered == "another delta":
+            return made(heads, {**new, "w": new["w"] * 2}, base)
+        if tampered == "other tensors":
+            return made(heads[:1], new, base)
+        content = bytearray(b"".join(made(heads, new, base)))
+        if tampered == "length":
+            return [content, bytes(2 * new["w"].nbytes + 2**20)]
+        content[-9] ^= 4
+        return [content]
+
+    monkeypatch.setattr(part_transfer, "delta_pieces", changed)
+    learner.offer(1)
+    loads(worker, 1)
+    learner.await_held(1)
+    said = {
+        "bytes": "",
+        "another delta": "differ from those that were sent",
+        "length": "bytes is announced for",
+        "other tensors": "other tensors than were announced",
+    }
+    assert "channel to the learner failed" in caplog.text and said[tampered] in caplog.text
+    assert learner.forms == [(0, None), (1, None)]
+
+
+@collective
+def test_a_learner_that_is_restarted_from_an_older_checkpoint_sends_all(start, join, monkeypatch):
+    """While a delta of the learner before is on its way, which arrives no more."""
+    before, after = start(), start(incarnation=1)
+    for step in (0, 1):
+        before.offer(step)
+        if not step:
+            worker = join(before)
+        loads(worker, step)
+        before.await_held(step)
+    reached, ends = threading.Event(), threading.Event()
+
+    def cut_off(delta, part):
+        reached.set()
+        ends.wait(PATIENCE_S)
+        raise ConnectionError("the learner is gone")
+
+    monkeypatch.setattr(PartDelta, "encoded", cut_off)
+    before.offer(2)
+    assert reached.wait(PATIENCE_S)
+    monkeypatch.undo()
+    before.close(0.0)
+    ends.set()
+    after.offer(1)
+    worker.connect(after.address)
+    loads(worker, 1, incarnation=1)
+    after.await_held(1)
+    after.offer(2)
+    loads(worker, 2, incarnation=1)
+    after.await_held(2)
+    assert after.forms[0] == (1, None) and after.forms[1][1]
+
+
+@collective
+def test_an_engine_killed_in_the_middle_of_a_delta_costs_its_own_channel(learner, join, transport, monkeypatch):
+    learner.bucket_bytes = 2**10
+    other = join(learner)
+    victim = ChannelWorker(learner.address, transport, "w1", "--delta")
+    assert victim.has_started()
+    for step in (0, 1):
+        learner.offer(step)
+        loads(other, step)
+        victim.await_version(Version(0, step))
+        learner.await_held(step, step)
+    divided = part_transfer.buckets
+
+    def killed_after_the_first(data, size):
+        first, *rest = divided(data, size)
+        yield first
+        victim.end()
+        yield from rest
+
+    monkeypatch.setattr(part_transfer, "buckets", killed_after_the_first)
+    learner.offer(2)
+    loads(other, 2)
+    learner.await_held(2)
+    sizes = [size for _, size in learner.forms]
+    assert sizes[:2] == [None, None] and min(sizes[2:]) > learner.bucket_bytes and len(sizes) == 5
