@@ -295,7 +295,7 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
 
     from april import wire
     from april.weights.canary import Canary
-    from april.weights.channel import Adapter, AnyChannelMessage, TensorHead, WeightPart
+    from april.weights.channel import Adapter, AnyChannelMessage, DeltaBase, TensorHead, WeightPart
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
@@ -313,6 +313,7 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
         TensorHead,
         Canary,
         Adapter,
+        DeltaBase,
     ]
     kinds = [*wire.MESSAGES, *typing.get_args(AnyChannelMessage), *parts]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
