@@ -288,7 +288,9 @@ def test_gsm8k_reads_a_hostile_response_in_linear_time(text):
         ("I would go with option A, as B is too small.", "A"), ("So B is the correct answer.", "B"),
         ("(D) is correct", "D"), ("Option A is wrong. I pick C", "C"), ("The answer is A. No, the answer is B.", "B"),
         ("Answer: I think it is late", None), ("Answer: I'm not sure", None), ("USA is the best", None),
-        ("I cannot say", None), ("", None),
+        ("I cannot say", None), ("", None), ("So it must be D.", "D"), ("The answer should therefore be (B).", "B"),
+        ("It cannot be A. It has to be C", "C"), ("C must be the right answer.", "C"), ("It must be a cat", None),
+        ("The answer is clearly **A**", "A"), ("That leaves B.", "B"), ("The answer is not A.", None),
     ],
 )  # fmt: skip
 def test_choice_finds_the_letter_that_was_chosen(response, letter):

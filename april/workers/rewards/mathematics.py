@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from april.workers.rewards.intervals import union_of
 from april.workers.rewards.messages import Undecided, right_or_wrong
 from april.workers.rewards.text import (
     END_OF_THINKING,
@@ -23,6 +24,7 @@ from april.workers.rewards.text import (
     last_boxed,
     without_end,
 )
+from april.workers.rewards.units import measured, unit_behind
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -117,17 +119,43 @@ def equivalent(label: str, answer: str, whole: bool = True) -> bool:
     if whole and (decided := compared_as_text(label_text(label), answer)) is not None:
         return decided
     try:
-        return _equal(list(gold), read_whole(answer) if whole else read_within(answer))
+        found = read_whole(answer) if whole else read_within(answer)
+        if (
+            decided := compared_by_units(label_text(label), answer, "" if whole else str((found or [""])[-1]))
+        ) is not None:
+            return decided
+        return _equal(list(gold), found)
     except MemoryError:
         raise
     except Exception as error:
         raise Undecided(f"{type(error).__name__} at the answer {answer[-60:]!r}") from error
 
 
+def compared_by_units(label: str, answer: str, found: str) -> bool | None:
+    """Whether label and answer are equal, if one of them has a unit; None if the library has to compare them as they
+    are. `found`: what the library found in an answer that is a text; empty for the content of a box."""
+    wanted, given = measured(label), unit_behind(found, answer) if found else measured(answer)
+    if wanted and given:
+        if wanted.contradicts(given):
+            return False
+        if wanted.dimension and given.dimension and wanted.factor != given.factor:
+            return _equal(read_whole(wanted.in_base_units()), read_whole(given.in_base_units()))
+    units = [unit for unit in (wanted, given) if unit]
+    if not units or not all(unit.certain for unit in units):
+        return None
+    texts = wanted.value if wanted else label, given.value if given else found or answer
+    return _equal(*map(read_whole, texts)) or None
+
+
 @lru_cache(maxsize=10_000)
 def parsed_label(label: str) -> tuple:
     delimited = last_boxed(label) is None and len(DOLLAR.findall(label)) > 1
-    gold = read_within(label) if delimited else read_whole(label_text(label))
+    unit = measured(label_text(label))
+    if unit and unit.certain:
+        label = unit.value
+    if (joined := DOLLAR.sub("", label)) != union_of(joined):
+        label, delimited = joined, False
+    gold = read_within(label) if delimited and not unit else read_whole(label_text(label))
     if not gold or (isinstance(gold[0], str) and not TEXT_LABEL.fullmatch(gold[0])):
         raise ValueError(f"label {label[:80]!r} cannot be read as mathematics")
     return tuple(gold)
@@ -173,8 +201,19 @@ TEXT_LABEL = re.compile(r"[\w\s.,:;'/-]+")
 GROUPED = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f_])+(?=\d{3}(?!\d))")
 """Regular expression for a space between thousands in a number, which the library would read as a product."""
 SIGN = re.compile("[\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}]")
+POWERS = (("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12))
+FUNCTION = "(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp"
 SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (SIGN, "-"),
+    (re.compile(r"\{:\}|\\colon(?![a-z])"), ":"),
+    (re.compile(rf"\\(?:operatorname|mathrm|text)\s*\{{\s*({FUNCTION})\s*\}}"), r"\\\1 "),
+    *(
+        (re.compile(rf"\\text\s*\{{\s*{word}\s*\}}|(?<=\d)\s*{word}\b"), rf"\\times 10^{{{power}}}")
+        for word, power in POWERS
+    ),
+    (re.compile(r"(?<![a-zA-Z\\])(alpha|beta|gamma|theta|lambda|omega|phi)(?![a-zA-Z])"), r"\\\1 "),
+    (re.compile(rf"(?<![a-zA-Z\\])({FUNCTION})(?=(?:[xt])?(?![a-zA-Z]))"), r"\\\1 "),
+    (re.compile(r"(?<![a-zA-Z\\])sqrt\s*(\d+)"), r"\\sqrt{\1}"),
     (re.compile("\N{DEGREE SIGN}"), r"^\\circ "),
     (GROUPED, ""),
     (re.compile(r"(?<=\d)\.(?=\s*(?:$|[,;}]))"), ""),
@@ -198,11 +237,16 @@ SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
 """(regular expression, replacement): ways to write an answer that the library does not read or reads as another one."""
 
 
+LAST_LETTER = re.compile(r"(?<=[\s\d])([A-Za-z])\s*$")
+"""Regular expression for a variable at the end of a product, such as 2rh, which the library would drop as a unit."""
+
+
 def spelled(text: str) -> str:
     """The text in the spelling that the library reads."""
     for pattern, replacement in SPELLINGS:
         text = pattern.sub(replacement, text)
-    return text
+    union = union_of(text)
+    return LAST_LETTER.sub(r"{\1}", union) if union == text and measured(text) is None else union
 
 
 def repeating(whole: str, decimals: str, period: str) -> str:
@@ -215,6 +259,8 @@ NUMERAL = re.compile(r"\(?([0-9A-Za-z]+)\)?_\s*\{?\s*(\d{1,2})\s*\}?")
 """Regular expression for a number with its base as subscript."""
 TIME = re.compile(r"(?i)\d{1,2}:\d\d(?::\d\d)?(?:[ap]\.?m\.?)?")
 WORDS = re.compile(r"[A-Za-z]{4,}|[A-Za-z]+(?:[\s'-]+[A-Za-z]+)+")
+POINTS = re.compile(r"(\\angle|\\triangle|\\overline)?\s*\{?\s*([A-Z]{2,})\s*\}?")
+"""Regular expression for the name of a segment, an angle or a figure."""
 GROUPS = re.compile(r"\{[^{}]*\}")
 EQUATION = re.compile(r"(?=[^=<>]*[A-Za-z])[^=<>]*[\w)]\s*[+-][^=<>]*=")
 """Regular expression for an equation with a sum of unknowns on its left, whose right side alone says something else."""
@@ -232,7 +278,11 @@ def compared_as_text(label: str, answer: str) -> bool | None:
         return False
     wanted, found = (normalise(SIGN.sub("-", text)) for text in (label, answer))
     if TIME.fullmatch(wanted):
-        return wanted.casefold() == found.casefold()
+        times = [text.casefold().replace(".", "") for text in (wanted, found)]
+        return times[0] == times[1] or (times[1].startswith(times[0]) and times[1][len(times[0]) :] in ("am", "pm"))
+    points, given = POINTS.fullmatch(label.strip(" $")), POINTS.fullmatch(answer.strip(" $"))
+    if points and given:
+        return are_same_points(points, given)
     wanted_base, found_base = (NUMERAL.fullmatch(text.strip(" $")) for text in (label, answer))
     if wanted_base and found_base:
         return value_in_base(*wanted_base.groups()) == value_in_base(*found_base.groups())
@@ -244,6 +294,20 @@ def compared_as_text(label: str, answer: str) -> bool | None:
     if all(WORDS.fullmatch(text) and not FUNCTIONS.search(text) for text in texts):
         return texts[0].casefold().split() == texts[1].casefold().split()
     return None
+
+
+def are_same_points(label: re.Match[str], answer: re.Match[str]) -> bool | None:
+    """Whether two names of points, such as AB, mean the same.
+
+    Two letters commute, as a segment or as a product; so do those of a triangle. An angle may be read from its other
+    side. Any other name is an order of its letters.
+    """
+    kinds, (one, other) = {found[1] or "" for found in (label, answer)}, (label[2], answer[2])
+    if len(kinds - {""}) > 1:
+        return None
+    if kinds & {r"\triangle"} or len(one) == len(other) == 2:
+        return sorted(one) == sorted(other)
+    return other in ((one, one[::-1]) if r"\angle" in kinds else (one,))
 
 
 def is_same_text(label: str, answer: str) -> bool:
@@ -321,8 +385,8 @@ UNIT_WORDS = re.compile(rf"\b(?:{'|'.join(UNITS)})\b")
 CURRENCY = re.compile(r"\\\$|\\textdollar\b")
 BRACKETS = re.compile(r"\\[()\[\]]")
 """Regular expression for TeX's delimiters of a formula: a backslash and a bracket."""
-SPACES = re.compile(r"\\(?:[,;:!>]|\s|$)|~|\{,\}(?=\d)|\\(?:q?quad|thinspace)\b")
-"""Regular expression for TeX's spacing commands, and for `{,}`, a comma without a space."""
+SPACES = re.compile(r"\\(?:[,;:!>]|\s|$)|~|\{[,:]\}(?=\d)|\\(?:q?quad|thinspace)\b")
+"""Regular expression for TeX's spacing commands, and for `{,}` and `{:}`, a sign without spaces."""
 COMMANDS = re.compile(r"\\(?:left|right|displaystyle|mathrm)(?![a-z])")
 SIGNS = re.compile(r"\\?%|\^\{?\\circ\}?")
 WRAPPERS = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mhf]box|boxed|overline)\s*\{([^{}]*)\}")
@@ -365,7 +429,7 @@ def normalise(answer: str) -> str:
 
 
 def comma_or_space(found: re.Match) -> str:
-    return "," if found[0] == "{,}" else ""
+    return found[0].strip("{}") if found[0].startswith("{") else ""
 
 
 def plain_number(text: str) -> str:

@@ -81,13 +81,27 @@ LETTER = r"(?:\W*?([A-Z])\b(?!')(?!(?<=I)\s+[a-z])|\W*?\b([a-z])(?=\s*\W*(?:\n|$
 """Regular expression for a letter that stands by itself: a capital, but not the "I" of "I'm" or "I think"; or a small
 one that ends its line or clause."""
 NOUN = r"(?i:choice|option|selection|letter|pick)"
+SURELY = (
+    r"(?:\s+(?:then|thus|therefore|hence|(?:most\s+)?likely|probably|definitely|clearly|obviously|certainly|indeed))*+"
+)
+MODAL = (
+    r"(?:must|should|ought\s+to|may|might|will|would(?:\s+have\s+to)?|(?:has|had|have)\s+(?:got\s+)?to|"
+    rf"(?:can|could)\s+only|(?:seems?|appears?)\s+to){SURELY}\s+be{SURELY}"
+)
+IS = rf"(?:{MODAL}|is{SURELY}|would{SURELY}\s+be)"
+"""Regular expression for "is", "must be", "should therefore be" and the like."""
+ENDING = r"(?=\W*(?:\n|$)|\W{0,3}[.,;)]|\W*\s(?:because|since|as)\b)"
+"""Regular expression for what follows a letter that ends its clause."""
 CHOICE_PHRASES = tuple(
     re.compile(phrase)
     for phrase in (
-        rf"\b(?i:answer)(?:\W*(?i:is|would\s+be))?(?:\W*(?i:the\s+)?{NOUN}(?:\s+(?i:is))?)?{LETTER}",
-        rf"\b{NOUN}(?:(?i:\s+is)|\W*?:){LETTER}",
+        rf"\b(?i:answer)(?:\W*(?i:{IS}))?(?:\W*(?i:the\s+)?{NOUN}(?:\s+(?i:{IS}))?)?{LETTER}",
+        rf"\b{NOUN}(?:(?i:\s+{IS})|\W*?:){LETTER}",
         rf"\b(?i:(?:choose|pick|select|go\s+with)(?:\s+(?:answer|choice|option))?){LETTER}",
-        r"(?<![\w'])([A-Z])\b\W{0,4}\s(?i:is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|choice|option))?)\b",
+        rf"\b(?i:{MODAL}|(?:it|this|that|one|solution|guess)(?:\s+{IS}|['\u2019]s)|leaves(?:\s+us\s+with)?|left\s+with|"
+        rf"corresponds\s+to|matches|I['\u2019]d\s+say)\W{{1,3}}(?:(?i:the\s+)?{NOUN}\W{{1,3}})?([A-Z])\b{ENDING}",
+        rf"(?<![\w'])([A-Z])\b\W{{0,4}}\s(?i:{IS}\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|answer|one)\b|it\s+is\b|"
+        r"fits\s+best\b)",
         rf"\b(?i:therefore|thus|hence|so)\b\W{{1,3}}(?:(?i:the\s+)?{NOUN}\W{{1,3}})?([A-Z])\b(?=\W*(?:\n|$)|[.,;)])",
         r"(?:答案|选项|选择|应选|故选|选)(?:是|为|应为|应该是)?\W{0,3}([A-Z])(?![A-Za-z])",
     )

@@ -1,0 +1,218 @@
+"""Units of measurement behind, or currencies before, a mathematical answer.
+
+`math` compares two answers that both have a unit in that unit: 90 minutes are 1.5 hours, and 5 hours are not 5 minutes.
+An answer with a unit is compared with one without by its number alone.
+"""
+
+import re
+from collections import Counter
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class Measured(NamedTuple):
+    """An answer in two parts: its value, and the unit behind or before it."""
+
+    value: str
+    factor: Fraction
+    """How many base units the unit is."""
+    dimension: frozenset[tuple[str, int]]
+    """(quantity, exponent) of the unit; empty for what is only counted."""
+    counted: frozenset[str] = frozenset()
+    """What is counted, such as apples."""
+    certain: bool = True
+    """False for a letter that may as well be a variable, as in 3s."""
+
+    def contradicts(self, other: "Measured") -> bool:
+        """Whether the units are of different kinds. Things that are counted are different without a common word."""
+        if self.counted and other.counted:
+            return self.counted.isdisjoint(other.counted)
+        return bool(self.dimension and other.dimension) and self.dimension != other.dimension
+
+    def in_base_units(self) -> str:
+        """The value in TeX, multiplied by the factor."""
+        value = THOUSANDS.sub("", self.value.rpartition("=")[2])
+        return rf"\left({value}\right)\cdot\frac{{{self.factor.numerator}}}{{{self.factor.denominator}}}"
+
+
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+TABLE = """
+length: 1 m meter metre; 1000 km kilometer kilometre; 1/10 dm decimeter; 1/100 cm centimeter centimetre
+length: 1/1000 mm millimeter millimetre; 1/1000000 micrometer micron; 1/1000000000 nm nanometer
+length: 0.3048 ft foot feet; 0.0254 in inch inches; 0.9144 yd yard; 1609.344 mi mile
+time: 1 s sec second; 60 min minute; 3600 h hr hour; 86400 day; 604800 wk week; 1/1000 ms millisecond
+calendar: 1 mo month; 12 yr year
+mass: 1 kg kilogram; 1/1000 g gm gram; 1/1000000 mg milligram; 1000 t ton tonne; 0.45359237 lb pound
+mass: 0.028349523125 oz ounce
+volume: 1/1000 L l liter litre; 1/1000000 mL ml milliliter millilitre
+volume: 0.003785411784 gal gallon; 0.000946352946 qt quart; 0.000473176473 pt pint; 0.0002365882365 cup
+frequency: 1 Hz hz hertz; 1000 kHz
+force: 1 N newton; 1000 kN
+energy: 1 J joule; 1000 kJ kilojoule
+power: 1 W watt; 1000 kW kilowatt
+pressure: 1 Pa pascal; 1000 kPa kilopascal
+charge: 1 C coulomb
+current: 1 A amp ampere; 1/1000 mA
+voltage: 1 V volt
+resistance: 1 ohm
+amount: 1 mol mole
+kelvin: 1 K kelvin
+Celsius: 1 celsius
+Fahrenheit: 1 fahrenheit
+radian: 1 rad radian
+dollar: 1 dollar usd buck; 1/100 cent
+euro: 1 euro eur
+sterling: 1 gbp
+rupee: 1 rupee
+yuan: 1 yuan rmb
+"""
+"""Quantity, then for each of its units the size in base units and the spellings."""
+UNITS: dict[str, tuple[Fraction, str]] = {
+    spelling: (Fraction(size), name)
+    for name, units in (line.split(":") for line in TABLE.strip().splitlines())
+    for size, *spellings in map(str.split, units.split(";"))
+    for spelling in spellings
+}
+"""Spelling of a unit -> (base units, quantity)."""
+DERIVED = {
+    "volume": {"length": 3},
+    "frequency": {"time": -1},
+    "force": {"mass": 1, "length": 1, "time": -2},
+    "pressure": {"mass": 1, "length": -1, "time": -2},
+    "energy": {"mass": 1, "length": 2, "time": -2},
+    "power": {"mass": 1, "length": 2, "time": -3},
+    "charge": {"current": 1, "time": 1},
+}
+"""Quantity -> exponents of the quantities that it is made of."""
+COMPOUND = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour", "fps": "feet/second", "sq": "square",
+            "cu": "cubic"}  # fmt: skip
+POWERS = {"square": 2, "cubic": 3, "squared": 2, "cubed": 3}
+CURRENCIES = {"$": "dollar", "\N{EURO SIGN}": "euro", "\N{POUND SIGN}": "gbp"}
+NUMERALS = {"hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "percent", "degree", "th", "st"}
+NO_UNITS = NUMERALS | {
+    "if",
+    "and",
+    "or",
+    "when",
+    "for",
+    "mod",
+    "where",
+    "base",
+    "only",
+    "undefined",
+    "none",
+    "not",
+    "to",
+}
+"""Words behind a number that make another answer of it."""
+VAGUE = {"unit", "square", "cubic", "total", "different", "distinct", "of", "in", "the", "possible"}
+"""Words that do not say what is counted."""
+
+FONT = re.compile(
+    r"(?:\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mh]box|operatorname)\s*\{|\{\\rm\b)((?:[^{}]|\{[^{}]*\})*)\}"
+)
+SPACE = r"\\[,;:! ]|~|\s"
+PIECE = rf"{FONT.pattern}|[A-Za-z]++\.?|\^\{{?-?\d\}}?|\^\{{?\\circ\}}?|[\xb0\xb2\xb3\xb7/*]|\\(?:cdot|Omega)(?![a-z])"
+MEASURED = re.compile(
+    rf"(?P<value>.*?(?:[\d)}}\]!.]|\\pi|(?<![\\a-zA-Z])[a-zA-Z]{{1,2}}(?=\s*\\)))(?P<unit>(?!\s*\^\{{?-?\d)(?:{PIECE}|{SPACE})+)",
+    re.DOTALL,
+)
+"""Regular expression for an answer that ends with what may be a unit."""
+AMOUNT = re.compile(
+    r"(?:[^=]*=)?(?:[eE](?=[+-]?\d)|[\d\s.,/{}()\[\]^+*!-]|\\[,;:! ]"
+    r"|\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right)(?![a-z]))*"
+)
+"""Regular expression for a number in TeX, behind which letters outside of text may be a unit."""
+UNIT_FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*{FONT.pattern}\s*\}}\s*\{{\s*{FONT.pattern}\s*\}}")
+SUM = re.compile(r"[^\s{^(eE=]\s*[+-]")
+PRICE = re.compile(r"\\?(?P<sign>[$\u20ac\u00a3])(?P<value>[^$\u20ac\u00a3]*\d[^$\u20ac\u00a3]*)")
+LONGEST = 200
+"""Longest answer in which a unit is looked for (characters)."""
+TOKEN = re.compile(r"[A-Za-z]+|\^-?\d|/")
+SPELLINGS = (
+    (re.compile(r"[{}]"), ""),
+    (re.compile(r"\^?\\circ|\u00b0"), " degree "),
+    (re.compile(r"(?i)\bdegrees?\s+c(?:elsius)?\b"), " celsius "),
+    (re.compile(r"(?i)\bdegrees?\s+f(?:ahrenheit)?\b"), " fahrenheit "),
+    (re.compile(r"\\Omega"), " ohm "),
+    (re.compile("\u00b2"), "^2"),
+    (re.compile("\u00b3"), "^3"),
+    (re.compile(rf"{SPACE}|\\cdot"), " "),
+    (re.compile(r"(?i)\bper\b"), "/"),
+)
+
+
+@lru_cache(maxsize=10_000)
+def measured(answer: str) -> Measured | None:
+    """An answer and its unit; None where it has none that is known."""
+    answer = answer.strip().rstrip(".").strip()
+    if len(answer) > LONGEST:
+        return None
+    if answer.count("$") - answer.count("\\$") == 2:
+        answer = re.sub(r"(?<!\\)\$", "", answer).strip()
+    answer = UNIT_FRACTION.sub(r"\\text{\1/\2}", answer.replace(r"\text{\$}", r"\$"))
+    if inside := FONT.fullmatch(answer):
+        answer = inside[1].strip()
+    if (price := PRICE.fullmatch(answer)) and AMOUNT.fullmatch(price["value"]):
+        return of_unit(price["value"], CURRENCIES[price["sign"]])
+    found = MEASURED.fullmatch(answer)
+    if not found:
+        return None
+    value, unit = found["value"], FONT.sub(r" \1 ", found["unit"])
+    is_bare = bool(re.search("[A-Za-z]", FONT.sub("", found["unit"]).replace(r"\circ", "").replace(r"\cdot", "")))
+    if is_bare and (SUM.search(value) or not AMOUNT.fullmatch(value)):
+        return None
+    for pattern, replacement in SPELLINGS:
+        unit = pattern.sub(replacement, unit)
+    is_attached = is_bare and not unit[:1].isspace()
+    words = [singular(word.lower()) for word in re.findall("[A-Za-z]+", unit)]
+    try:
+        result = of_unit(value, unit)
+    except KeyError:
+        if is_attached or not words or not NO_UNITS.isdisjoint(words) or (is_bare and min(map(len, words)) < 3):
+            return None
+        return Measured(value, Fraction(1), frozenset(), frozenset(words) - VAGUE)
+    is_speed = set(result.dimension) >= {("length", 1)} and "/" in unit
+    return result._replace(certain=not is_attached or max(map(len, words)) > 1 or is_speed)
+
+
+def of_unit(value: str, unit: str) -> Measured:
+    """A value with a unit such as `km/h`, `square meters` or `m s^-1`. Raises KeyError for an unknown one."""
+    unit = re.sub(r"[A-Za-z]+", lambda word: COMPOUND.get(word[0].lower(), word[0]), unit)
+    factor, dimension, sign, power, last = Fraction(1), Counter[str](), 1, 1, ""
+    for token in TOKEN.findall(unit):
+        if token == "/":
+            sign = -1
+        elif token in ("square", "cubic"):
+            power = POWERS[token]
+        elif token in POWERS or token.startswith("^"):
+            exponent = POWERS.get(token) or int(token[1:])
+            factor *= size_of(last, dimension, sign * (exponent - 1))
+        else:
+            last = token if token in UNITS else singular(token.lower())
+            factor, power = factor * size_of(last, dimension, sign * power), 1
+    size_of(last, dimension, 0)
+    return Measured(value, factor, frozenset(item for item in dimension.items() if item[1]))
+
+
+def size_of(unit: str, dimension: Counter[str], exponent: int) -> Fraction:
+    """Size in base units of a unit to a power, whose quantities are added to the dimension. Raises KeyError."""
+    size, name = UNITS[unit]
+    for base, each in DERIVED.get(name, {name: 1}).items():
+        dimension[base] += each * exponent
+    return size**exponent
+
+
+def singular(word: str) -> str:
+    if word.endswith("ches"):
+        return word.removesuffix("es")
+    return word if word in UNITS or len(word) < 3 else word.removesuffix("s")
+
+
+def unit_behind(value: str, text: str) -> Measured | None:
+    """The value with the unit that stands behind its last occurrence in a text; None without one."""
+    _, found, behind = text.rpartition(value)
+    words = re.split(r"(?<=\S)(?=\s)", re.split(r"[,;!?\n$]|\.(?=\s|$)", behind)[0])[:4] if found and value else []
+    tries = (measured(value + "".join(words[:count])) for count in range(len(words), 0, -1))
+    return next((unit for unit in tries if unit and unit.dimension), None)
