@@ -54,6 +54,7 @@ def test_a_star_still_means_every_host(monkeypatch, variable):
     assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "*"
 
 
+@pytest.mark.full
 def test_files_are_utf8_whatever_the_locale(tmp_path, monkeypatch):
     """A configuration with a byte-order mark and another script is read where the locale is ASCII."""
     config = tmp_path / "run.toml"

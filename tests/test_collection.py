@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.turns import has_its_turn
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.full
 def test_a_file_between_two_of_a_folder_below_it_does_not_take_the_second_its_fixtures():
     files = [f"tests/wire/{name}.py" for name in ("security/test_access_control", "test_codec", "security/test_keys")]
     plan = [sys.executable, "-m", "pytest", "-q", "--setup-plan", "-p", "no:cacheprovider", *files]
@@ -18,6 +21,7 @@ def test_a_file_between_two_of_a_folder_below_it_does_not_take_the_second_its_fi
     assert "not found" not in said
 
 
+@pytest.mark.full
 def test_a_test_may_be_skipped_for_want_of_a_gpu_alone(tmp_path):
     skipped = "import pytest\n@pytest.mark.skip(reason={!r})\ndef test_one(): ...\n"
     for name, reason in (("gpu", "needs a GPU"), ("verl", "needs .venv-verl")):

@@ -73,6 +73,7 @@ def wait_until(condition):
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_the_driver_outlives_parts_that_raise_hang_or_are_missing_and_ends_in_time(tmp_path, folder):
     scripts = folder(start_run=RAISES, learner_step=HANGS, claim=DONE)
     driver = start(tmp_path, scripts, "run,learner,engine,claim", minutes=0.3)

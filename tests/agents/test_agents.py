@@ -80,6 +80,7 @@ def test_with_replay_discard_a_program_that_has_made_a_call_is_not_rerun(agents)
     assert not agents.sessions and not agents.gateway.sessions
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "reward, posted, closing",
     [
@@ -176,6 +177,7 @@ def order(key, task=None):
     return StartProgram(key, "http://127.0.0.1:1/v1", "key", task or {}, False, "https://here:1/v1")
 
 
+@pytest.mark.full
 def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
     async def play():
         observer = ProgramObserver()
@@ -203,6 +205,7 @@ def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
     assert died[0] == [4] and "status" in died[1]
 
 
+@pytest.mark.full
 def test_outcomes_wait_for_a_busy_process_and_arrive_whole():
     """Together they are more than a socket holds."""
     keys = set(range(1, 41))
@@ -237,6 +240,7 @@ async def until_ended(pid):
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.full
 def test_a_plain_function_that_hangs_is_ended_with_its_process_and_all_it_has_started(monkeypatch, tmp_path):
     """A thread cannot be ended alone; others of the process are run again."""
     monkeypatch.setattr(programs, "GRACE_S", 0.1)
@@ -278,6 +282,7 @@ def test_a_cancelled_command_is_killed_with_processes_that_left_its_process_grou
     assert asyncio.run(play()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("times, ends", [(3, ProgramEnded(1, 1.5)), ("much", "TypeError: can only concatenate")])
 def test_a_class_is_instantiated_once_and_its_error_is_raised_in_each_session(times, ends):
     async def play():

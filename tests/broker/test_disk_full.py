@@ -87,6 +87,7 @@ def limit_files(job, size):
     resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_nothing_that_was_acknowledged_and_ends_by_itself(broker, join):
     worker, monitor = join(broker.address, "worker"), join(broker.address, "monitor")
     lease_id = generate_three(worker, join(broker.address, "learner"))
@@ -368,6 +369,7 @@ def test_a_sync_does_not_depend_on_what_the_page_cache_gives_back(tmp_path, monk
     assert (tmp_path / "file").read_bytes() == b"data"
 
 
+@pytest.mark.full
 def test_a_signal_ends_a_broker_that_cannot_write(broker, join):
     worker = join(broker.address, "worker")
     lease_id = generate_three(worker, join(broker.address, "learner"))

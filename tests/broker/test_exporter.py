@@ -31,6 +31,7 @@ def scrape(base):
 # --- a real broker ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broker):
     broker = start_broker("--evaluation.prompts", "1")
     wait_until(lambda: health(broker.http)[0] == 200, broker)

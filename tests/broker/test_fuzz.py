@@ -35,6 +35,7 @@ def test_the_runs_under_fire_use_every_message_that_does_their_work(configs):
     assert said >= needed
 
 
+@pytest.mark.full
 def test_fifty_thousand_hostile_messages_change_nothing(configs):
     for config in configs:
         refusals = fuzz(config, 17_000, seed=1)

@@ -368,6 +368,7 @@ while True:
 """
 
 
+@pytest.mark.full
 def test_everything_a_killed_process_had_synced_is_on_disk_by_either_way_of_writing(tmp_path):
     promised = 0
     for kill in range(8):

@@ -68,6 +68,7 @@ def alarms(name, seed):
     return sum(said) / len(said)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["sync", "april", "continuous"])
 def test_the_alarm_is_silent_when_everything_is_trained(name):
     assert [alarms(name, seed) for seed in range(5)] == [0.0] * 5

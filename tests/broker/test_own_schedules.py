@@ -80,6 +80,7 @@ def test_the_runs_of_the_check_find_it(name):
         try_schedule(ScheduleSection(kind=f"own_schedules:{name}"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["sync", "april", "continuous"])
 def test_shipped_schedules_come_to_the_end_of_these_runs(kind):
     try_schedule(ScheduleSection(kind=kind))

@@ -110,6 +110,7 @@ def play(run, steps, restarts):
     return run.rows()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sampler", ["difficulty", "spread"])
 @given(steps=STEPS, restarts=st.dictionaries(st.integers(0, 59), st.booleans(), min_size=1, max_size=4))
 def test_with_restarts_from_journal_or_snapshot_the_same_prompts_are_drawn(sampler, steps, restarts):

@@ -130,6 +130,7 @@ PLACES = {"mlflow": "mlflow_server", "trackio": "trackio_folder"}
 HERE = [tool for tool in TOOLS if find_spec(SINKS.find(tool).package) and find_spec(NEEDS.get(tool, tool))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tool", HERE)
 def test_steps_and_evaluations_reach_the_tool_as_one_run(converse, request, tool):
     if tool in PLACES:

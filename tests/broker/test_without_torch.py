@@ -5,6 +5,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import sys
 sys.modules["torch"] = None                      # importing it raises ImportError
@@ -17,6 +19,7 @@ print(server.service.ledger.rounds.number, len(server.service.ledger.open_groups
 """
 
 
+@pytest.mark.full
 def test_a_broker_starts_a_round_without_torch(config_file):
     done = subprocess.run([sys.executable, "-c", SCRIPT, config_file], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -214,6 +214,7 @@ def test_a_closed_port_and_the_offline_switch_leave_the_cache(named, hub, tmp_pa
             load(named, fetch=Fetcher("weights", "rows"))
 
 
+@pytest.mark.full
 def test_an_interrupted_download_is_told_and_goes_on_at_the_next_start(named, hub):
     hub.cut_at = 2000
     with pytest.raises(ConfigError, match=r"has failed \(.*\).*hf download lab/tiny --revision .* goes on"):

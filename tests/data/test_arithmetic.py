@@ -99,6 +99,7 @@ def test_identical_files_are_left_alone_and_others_rewritten(tmp_path):
     assert heldout.read_bytes() == content
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(5))
 def test_the_default_sizes_can_be_made_with_any_seed(tmp_path, seed):
     make_data(tmp_path, seed=seed)

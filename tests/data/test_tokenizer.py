@@ -236,6 +236,7 @@ def test_a_folder_without_a_tokeniser_is_refused(tmp_path):
         Tokenizer(tmp_path)
 
 
+@pytest.mark.full
 def test_the_tokeniser_works_without_torch(folder):
     program = (
         "import sys; sys.modules['torch'] = None\n"

@@ -83,6 +83,7 @@ def test_check_engine_reports_failed_checks_with_their_lines(files, capsys):
     assert "FELL SHORT  supports come with their tokens or are refused" in said
 
 
+@pytest.mark.full
 def test_the_schedule_passes_its_check_and_is_what_is_simulated_and_tuned(files, capsys):
     name = "my_schedule:Schedule"
     assert main(["check", "schedule", name]) == 0, capsys.readouterr().out
@@ -94,6 +95,7 @@ def test_the_schedule_passes_its_check_and_is_what_is_simulated_and_tuned(files,
     assert "schedule.over_sampling_batch_size = " in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_check_schedule_reports_a_schedule_that_never_ends(files, capsys):
     more = "    def starved(self, ledger):\n        return False\n"
     (files / "stuck.py").write_text(f"{EXAMPLES['my_schedule.py']}\n{more}")
@@ -249,6 +251,7 @@ def test_the_launcher_has_a_script_for_each_part(config_file, capsys):
     assert shown.count("exec april part ") == 4
 
 
+@pytest.mark.full
 def test_the_commands_of_the_page_are_there():
     for kind in ("engine", "schedule"):
         done = subprocess.run(

@@ -73,6 +73,7 @@ class Fetched(HTMLParser):
             self.addresses.append(address)
 
 
+@pytest.mark.full
 def test_the_site_builds_strictly_and_fetches_nothing_from_elsewhere(site):
     built = sorted(site.rglob("*.html"))
     assert len(built) > 20

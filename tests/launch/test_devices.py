@@ -110,6 +110,7 @@ def test_each_part_sees_only_its_own_devices_and_others_inherit_the_environment(
     assert said == [["5,6,7", "None"], ["5,6", "5,6"], ["7", "7"], ["8", "8"]]
 
 
+@pytest.mark.full
 def test_a_dry_run_counts_and_places_the_servers_accelerators(config_file, capsys, monkeypatch):
     monkeypatch.setattr("april.workers.engines.sglang.server.installed_server", lambda *_: "SGLang")
     words = [*SGLANG, *TP2, "--engine.servers", "2", "--worker.count", "2", "--learner.ranks", "2"]

@@ -118,6 +118,7 @@ def test_every_combination_resolves_and_says_what_it_needs(combination):
     assert "rewarded by deepscaler" in text and f"staleness at most {config.schedule.max_staleness}" in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("combination", [COMBINATIONS[0], full(COMBINATIONS[40]), full(COMBINATIONS[80])], ids=str)
 def test_a_published_combination_lacks_nothing_but_accelerators(combination, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
@@ -134,6 +135,7 @@ def test_a_preset_without_correction_of_stale_tokens_gets_a_warning():
         assert remarked == (algorithm.stem == "gspo" and schedule.stem != "sync")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_other_shipped_configuration_resolves_and_lacks_nothing(
     path, policy_folder, data_folder, server_python, capsys
@@ -154,6 +156,7 @@ def test_every_other_shipped_configuration_resolves_and_lacks_nothing(
     assert f"installed  {installed}" in said
 
 
+@pytest.mark.full
 def test_gsm8k_needs_only_its_files_and_a_model(server_python, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 40))
     published = ["--data.path", "datasets/gsm8k/train-00000-of-00001.parquet", "--engine.python", server_python]
@@ -280,6 +283,7 @@ def user_dataset(folder, rows, monkeypatch):
     return ["--data.path", str(folder / "own.jsonl"), "--reward.allowed", allowed]
 
 
+@pytest.mark.full
 def test_user_defined_functions_are_called_once_before_anything_starts(config_file, tmp_path, monkeypatch, capsys):
     keys = user_dataset(tmp_path, [("1", name) for name in FAILING], monkeypatch)
     keys += ["--reward.timeout_s", "3", "--environment.name", "mine:turn", "--environment.turn_ends", '["="]']

@@ -120,6 +120,7 @@ def test_scripts_are_executable_valid_and_strict(script):
     assert "set -euo pipefail" in script.read_text()
 
 
+@pytest.mark.full
 def test_cuda_is_refused_unopened_without_an_accelerator(checkout, cuda_torch):
     (checkout.wheels / "nvidia_cudnn_cu13-9.1-py3-none-any.whl").write_text("would fail if it were opened")
     result = checkout.install()
@@ -128,6 +129,7 @@ def test_cuda_is_refused_unopened_without_an_accelerator(checkout, cuda_torch):
     assert checkout.installed == set()
 
 
+@pytest.mark.full
 def test_cuda_can_be_accepted(checkout, cuda_torch):
     assert checkout.install(APRIL_ALLOW_CUDA="1").returncode == 0
     assert checkout.installed == {"torch", "nvidia_cudnn_cu13", "tiny"}
@@ -139,6 +141,7 @@ def test_cuda_is_installed_where_there_is_an_accelerator(checkout, cuda_torch):
     assert "nvidia_cudnn_cu13" in checkout.installed
 
 
+@pytest.mark.full
 def test_cpu_torch_installs_and_the_second_call_does_nothing(checkout, cuda_torch):
     write_wheel(checkout.wheels, "torch", "2.13.0+cpu")
     first = checkout.install()
@@ -151,12 +154,14 @@ def test_cpu_torch_installs_and_the_second_call_does_nothing(checkout, cuda_torc
     assert "installing" in checkout.install().stdout
 
 
+@pytest.mark.full
 def test_an_unreachable_index_is_not_called_a_cuda_problem(checkout):
     result = checkout.install()
     assert result.returncode == 1
     assert "pip could not install torch==2.13.0" in result.stderr and "would bring CUDA" not in result.stderr
 
 
+@pytest.mark.full
 def test_a_missing_venv_is_made(bare_checkout):
     write_wheel(bare_checkout.wheels, "torch", "2.13.0")
     assert "making .venv" in bare_checkout.install().stdout
@@ -225,6 +230,7 @@ def test_a_worker_without_a_name_gets_one(tmp_path, config):
     assert result.stdout.startswith(f"april worker {config} --connect tcp://10.0.0.5:5555 --name ")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "version"), [("SGLang", "0.5.23"), ("vLLM", "0.32.0")])
 def test_a_server_has_an_environment_of_its_own_and_the_second_call_does_nothing(checkout, name, version):
     """With an accelerator the ordinary package is installed; the suite itself runs on the CPU builds."""
@@ -240,6 +246,7 @@ def test_a_server_has_an_environment_of_its_own_and_the_second_call_does_nothing
     assert checkout.install(script=f"install-{package}.sh").stdout == f"april: {name} is already installed\n"
 
 
+@pytest.mark.full
 def test_sglang_that_cannot_be_fetched_is_one_sentence(checkout):
     (checkout.devices / "nvidia0").touch()
     shutil.copytree(checkout.root / ".venv", checkout.root / ".venv-sglang", symlinks=True)

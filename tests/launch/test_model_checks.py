@@ -67,6 +67,7 @@ def test_what_is_plain_starts_no_process(changed):
     assert is_plain(changed())
 
 
+@pytest.mark.full
 def test_back_end_and_engine_both_say_what_they_object_to(changed):
     config, found = changed(model_type="mine", auto_map={"AutoConfig": "mine.Config"}), Findings()
     try_models(config, found)
@@ -124,6 +125,7 @@ def test_a_trial_that_takes_too_long_is_a_remark(changed, monkeypatch, before):
     assert found.errors == [] and found.warnings[0].endswith("could not be tried: it took longer than 0.5 s")
 
 
+@pytest.mark.full
 def test_a_trial_imports_no_file_of_the_working_folder_in_place_of_a_module(changed, monkeypatch, tmp_path):
     (tmp_path / "random.py").write_text("raise SystemExit('not the standard library')")
     monkeypatch.chdir(tmp_path)

@@ -181,6 +181,7 @@ def test_a_part_that_may_need_another_machine_or_model_is_a_remark(errors, key, 
     assert errors(key, part, *devices) == "" and said in errors.remarks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("key", "part"), [("algorithm.loss", "scalar"), ("worker.engine", "Positive")])
 def test_with_an_accelerator_a_part_is_tried_there_in_a_process_of_its_own(
     errors, monkeypatch, config_file, tmp_path, key, part

@@ -33,6 +33,7 @@ def large(config_file, policy_folder, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", ["false", "true"])
 def test_each_set_of_changes_makes_the_run_fit_and_none_contains_another(config_file, large, share):
     config = load(config_file, [*large, "--devices.share", share])
@@ -66,6 +67,7 @@ def test_what_is_trained_and_kept_is_counted(config_file, large):
     assert 1.2 < learner("--learner.compute", "fp32")["activations"] / plain["activations"] < 2
 
 
+@pytest.mark.full
 def test_the_command_says_whether_it_fits_and_what_would_make_it(config_file, large, capsys):
     assert main(["plan", str(config_file), *large, "--gpu", "120"]) == 0
     assert "this fits" in capsys.readouterr().out

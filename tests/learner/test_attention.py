@@ -180,6 +180,7 @@ def test_the_backward_kernel_takes_what_it_is_passed():
     assert [tensor.shape for tensor in found] == [query.shape, key.shape, key.shape]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"window": 4, "sinks": torch.arange(4.0)}, {"window": 150}], ids=str)
 def test_flex_attention_equals_a_product_a_sequence(options, monkeypatch):
     monkeypatch.setattr(attention_kernels, "compiled_flex", lambda: flex_attention)  # without a C++ compiler

@@ -19,6 +19,7 @@ from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import flip_a_bit, full_moments, job, make_config, uneven_batch
 
 
+@pytest.mark.full
 def test_restored_ranks_continue_bitwise_and_their_number_may_change(policy_folder, tmp_path, one_rank):
     config = make_config(policy_folder, tmp_path / "run", microbatch_tokens=64, keep_checkpoints=2)
     batches = [uneven_batch(step, policy_folder) for step in range(4)]
@@ -139,6 +140,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("owner", "name"), CALLS, ids=[name for _, name in CALLS])
 def test_a_single_error_in_a_checkpoint_s_file_is_tried_again(trainer, policy_folder, monkeypatch, owner, name):
     """Each call of that name that writes or restores a checkpoint fails once."""

@@ -46,6 +46,7 @@ def trained(trainer, steps):
     return weights, losses
 
 
+@pytest.mark.full
 def test_training_resumes_bitwise_after_all_disks_are_lost(config, trainer):
     weights, losses = trained(trainer, 4)
     stored = stored_checkpoints(config)
@@ -62,6 +63,7 @@ def test_training_resumes_bitwise_after_all_disks_are_lost(config, trainer):
     assert stored.steps() == {3, 4}
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_not_durable_before_its_last_file_is_stored(trainer, monkeypatch):
     copies, came, may = trainer.checkpoints.copies, [], threading.Event()
     stored, put = copies.stored, copies.stored.objects.put
@@ -128,6 +130,7 @@ def test_an_interrupted_upload_is_no_checkpoint_and_is_removed_with_the_next(tra
     assert stored.steps() == {1, 3} and not torn & stored.objects.names()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["__0_0.distcp", "progress.json", CHECKSUMS_FILE])
 def test_a_damaged_file_in_the_store_is_detected_and_the_previous_checkpoint_used(trainer, tmp_path, caplog, what):
     weights, _ = trained(trainer, 2)
@@ -181,6 +184,7 @@ def test_ranks_resume_bitwise_with_files_from_disks_and_the_rest_from_the_store(
     assert stored_checkpoints(config).steps() == {2, 3}
 
 
+@pytest.mark.full
 def test_checkpoints_of_a_run_begun_without_a_store_are_uploaded(config, policy_folder):
     plain = make_config(policy_folder, config.run_dir, keep_checkpoints=2)
     before = Trainer(plain, torch.device("cpu"))
@@ -199,6 +203,7 @@ def test_a_learner_whose_machine_cannot_use_the_store_refuses_to_start(one_rank,
         Trainer(config, torch.device("cpu"))
 
 
+@pytest.mark.full
 def test_the_store_keeps_the_best_checkpoint_and_complete_exports(config, policy_folder):
     evaluation = {"evaluation": EvaluationSection(every=1, best="heldout")}
     learner = config.learner.model_copy(update={"checkpoint_every": 100, "keep_checkpoints": 1})

@@ -81,6 +81,7 @@ def shared(request, policy_folder, alone, tmp_path_factory):
     return outcomes(policy_folder, folder, *request.param, [("from one rank", alone[1])]), folder, request.param
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_one_rank(alone, shared, case):
     ours, theirs = shared[0][case], alone[0][case]
@@ -98,6 +99,7 @@ def test_a_batch_trained_again_gives_the_same_bits(shared):
     assert equal(shared[0]["whole"]["weights"], shared[0]["again"]["weights"])
 
 
+@pytest.mark.full
 def test_checkpoints_are_read_by_any_layout(alone, shared, policy_folder, tmp_path):
     ours, folder, layout = shared
     same(ours["from one rank"]["weights"], alone[0]["whole"]["weights"])

@@ -76,6 +76,7 @@ def same(found: dict, wanted: dict, tolerance: float) -> None:
         assert off <= tolerance * largest, f"{name}: off by {off} where gradients reach {largest}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_policy_and_critic_are_those_of_the_reference(policy_folder, tmp_path, ranks):
     """Batches with stale tokens, observations, KL in the reward, and values outside their clip."""

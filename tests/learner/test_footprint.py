@@ -30,6 +30,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -66,6 +67,7 @@ def test_a_pass_keeps_what_its_footprint_says(tmp_path, config, adapter, dtype):
         assert said.kept_bytes * tokens == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.full
 def test_a_footprint_needs_no_memory(tmp_path):
     """A model of 30 billion parameters, 120 GB in fp32, of which there is a config.json alone."""
     Qwen3Config(hidden_size=8192, intermediate_size=49152, num_hidden_layers=24).save_pretrained(tmp_path)

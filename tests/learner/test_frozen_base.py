@@ -30,6 +30,7 @@ def wide_policy(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_training_over_a_rounded_base_equals_training_of_a_rounded_folder(base, ranks, wide_policy, tmp_path):

@@ -54,6 +54,7 @@ def ports(pid: int) -> set[int]:
     return found
 
 
+@pytest.mark.full
 def test_another_process_that_poses_as_a_late_rank_plants_nothing(tmp_path):
     ranks = start_ranks("late", tmp_path)
     ends = time.monotonic() + LIMIT_S
@@ -107,6 +108,7 @@ def test_what_a_rank_receives_is_not_unpickled(tmp_path):
     assert not (tmp_path / PLANTED).exists()
 
 
+@pytest.mark.full
 def test_ranks_train_write_and_restore_checkpoints_without_unpickling_anything(policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run")
     batches = [uneven_batch(step, policy_folder) for step in range(2)]

@@ -85,6 +85,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how",
     [

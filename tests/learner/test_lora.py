@@ -97,6 +97,7 @@ def outcome(request, policy_folder, tmp_path_factory):
     return batch, dict(zip((3, 1, "embedding"), zip(configs, trained, strict=True), strict=True)), untouched
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [3, 1, "embedding"])
 def test_loss_and_gradients_of_an_adapter_equal_the_reference_and_the_model_has_none(outcome, policy_folder, rank):
     """KL included: the starting policy is the model without its adapter, and with the embedding that it began with.
@@ -120,6 +121,7 @@ def test_loss_and_gradients_of_an_adapter_equal_the_reference_and_the_model_has_
         assert off.mean() < 1e-2 * config.learner.lr and off.max() < config.learner.lr, name
 
 
+@pytest.mark.full
 def test_a_fresh_adapter_changes_no_bit_of_what_is_published(outcome, policy_folder):
     *_, untouched = outcome
     started = load_file(policy_folder / "model.safetensors")
@@ -133,6 +135,7 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [3, 1, "embedding"])
 def test_a_worker_merges_the_adapter_into_exactly_the_learner_s_weights(outcome, rank):
     _, trained, untouched = outcome

@@ -31,6 +31,7 @@ def test_minibatches_are_shuffled_anew_for_each_batch():
     assert len({tuple(minibatches(8, 4, random.Random(seed))) for seed in range(20)}) > 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_are_those_of_the_reference_s_steps(policy_folder, tmp_path, ranks):
     """Batches with stale tokens, a group without spread in its own minibatch, and a ratio that is clipped."""

@@ -105,6 +105,7 @@ def test_adapters_that_get_no_gradient_are_told_once(one_rank, rng, tmp_path, ca
     assert said.startswith("2 adapters ") and "backbone.layers.0.mixer.dt_proj:" in said
 
 
+@pytest.mark.full
 @STATE
 def test_two_ranks_that_recompute_agree_with_one_that_does_not(config, one_rank, rng, tmp_path):
     folder = random_model(config, tmp_path / "source")

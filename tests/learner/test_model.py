@@ -95,6 +95,7 @@ def test_steps_on_a_batch_lower_its_loss_and_move_fp32_weights(config, learner, 
     assert not equal(before, after)
 
 
+@pytest.mark.full
 def test_two_ranks_that_recompute_experts_agree_with_one_that_keeps_them(one_rank, tmp_path):
     folder = random_model(Qwen3MoeConfig(**SHAPE, **EXPERTS), tmp_path / "source")
     rng = np.random.default_rng(0)
@@ -139,6 +140,7 @@ def test_nothing_is_random_in_training_whatever_its_name(config, tmp_path):
     assert torch.equal(first, second)
 
 
+@pytest.mark.full
 def test_compiled_layers_train_as_plain_ones_and_are_not_compiled_for_each_batch(one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ compiler
     folder = random_model(Qwen3Config(**SHAPE), tmp_path / "source")

@@ -99,6 +99,7 @@ def test_ranks_outlive_the_broker_but_no_failed_talk_with_it(address, monkeypatc
             multi_node.run_ranks(broker, alone, LIMIT_S)
 
 
+@pytest.mark.full
 def test_an_impostor_that_poses_as_another_machine_s_rank_plants_nothing(address, tmp_path):
     launch = [sys.executable, "-m", "april.learner.launch", "--nnodes=2", "--node=0", f"--store={address}"]
     environment = {key: value for key, value in os.environ.items() if key != RESTARTS}

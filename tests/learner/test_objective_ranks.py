@@ -104,6 +104,7 @@ def outcome(request, policy_folder, cases, steps, tmp_path_factory):
     return dict(zip(steps, of_steps, strict=True)) | dict(zip(chosen, of_cases["outcomes"], strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("correction", WITH_SHIPPED)
 def test_ranks_add_up_to_the_reference(outcome, expected, correction):
     computed = [case for case in CASES if case[1] == correction and case in outcome]
@@ -116,6 +117,7 @@ def test_the_reference_policy_is_resharded_after_a_step(outcome):
     assert outcome["plain"]["whole"] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_on_several_ranks_equal_the_reference(outcome, policy_folder, steps, name):
     batch = stale_batch(policy_folder)

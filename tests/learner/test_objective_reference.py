@@ -70,6 +70,7 @@ def pair_far(lone_rank, policy_folder, tmp_path_factory):
     return Pair(policy_folder, tmp_path_factory.mktemp("far"), far_batch(policy_folder))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "ppo dual"])
 def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, correction):
@@ -89,6 +90,7 @@ def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, cor
         assert "clip_fraction" in seen, "no token met the clip, so this case has not tried it"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", LOSSES)
 def test_observations_count_in_nothing(pair_in_turns, loss):
     """All lengths, means and sums of an algorithm are over sampled tokens only."""
@@ -102,6 +104,7 @@ def test_observations_count_in_nothing(pair_in_turns, loss):
     assert metrics["tokens"] == sampled < sum(sample.response_tokens for sample in samples)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loss", LOSSES)
 def test_ratios_of_tokens_and_of_whole_responses_are_clamped(pair_far, loss):
     pulled = {"behaviour_coef": 0.3}
@@ -139,6 +142,7 @@ def test_no_gradient_comes_from_the_prediction_of_an_observation(pair_in_turns):
     assert len(others) > sample.prompt_tokens and (rows[:, others] == 0).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
 def test_the_divergence_from_the_reference_policy(pair, estimator, normalisation):

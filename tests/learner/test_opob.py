@@ -50,6 +50,7 @@ def test_the_baseline_is_that_of_its_authors_and_leaves_the_least_variance():
     assert still[0].tolist() == [0.5, -0.5], "no response would move the policy"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, full(2)])
 def test_steps_with_opob_equal_the_reference(policy_folder, tmp_path, ranks):
     """Batches with stale tokens, observations, and a rank without a row of a response."""

@@ -28,6 +28,7 @@ def policy_folder(tmp_path_factory):
     return make_policy(tmp_path_factory.mktemp("policy"), intermediate_size=1024)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
 def test_a_resumed_run_continues_bitwise_and_its_ranks_may_change(policy_folder, tmp_path, one_rank, keys):
     config = make_config(policy_folder, tmp_path / "run", **keys)

@@ -37,6 +37,7 @@ def test_a_step_with_a_finite_loss_and_a_nonfinite_gradient_never_reaches_the_op
     assert equal(trainer.weights(), before)
 
 
+@pytest.mark.full
 def test_all_ranks_skip_a_step_if_one_of_them_has_no_finite_loss(policy_folder, tmp_path):
     """The steps around the skipped one equal those of a run without it."""
     config, good = make_config(policy_folder, tmp_path / "run"), uneven_batch(0, policy_folder)

@@ -69,6 +69,7 @@ def outcome(request, policy_folder, tmp_path_factory):
     return {name: (result, *case) for (name, case), result in zip(cases.items(), results, strict=True)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [*(f"budget {budget}" for budget in BUDGETS), "idle rank"])
 def test_loss_gradients_and_metrics_equal_the_reference(outcome, policy_folder, case):
     result, config, (batch,) = outcome[case]

@@ -77,6 +77,7 @@ def test_samples_with_images_are_refused_by_a_policy_that_takes_none():
         pack([sample], CPU)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -4,6 +4,7 @@ import time
 import uuid
 
 import numpy as np
+import pytest
 
 from april import config as configuration
 from april.wire.message import Version
@@ -48,6 +49,7 @@ class SlowEngine:
         return []
 
 
+@pytest.mark.full
 def test_a_long_decode_step_costs_no_leases(start_broker, config_file):
     overrides = ["--reward.where", "scorer", "--broker.session_timeout_s", str(SILENCE_S), "--broker.renew_s", "0.5"]
     broker, engine = start_broker(*overrides, "--broker.lease_s", "4"), SlowEngine()

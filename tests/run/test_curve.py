@@ -58,6 +58,7 @@ def test_a_run_that_listens_on_tcp_makes_keys_for_all_its_sockets_and_comes_to_i
     assert not [secret for secret in secrets if secret.encode() in written], "no secret in a log"
 
 
+@pytest.mark.full
 def test_every_wrong_key_is_refused_with_a_sentence_and_counted(broker, connect, keys, tmp_path):
     keygen.make_folder(tmp_path / "others")
     stranger = load_keys(tmp_path / "others", "monitor")
@@ -167,6 +168,7 @@ def test_parts_with_the_wrong_key_end_with_a_sentence(broker, start, config_file
         assert "security.keys" in sentence and "Traceback" not in job.output
 
 
+@pytest.mark.full
 def test_workers_with_keys_of_their_own_reach_the_learner_s_weights_too(broker, start, config_file, keys, tmp_path):
     path = keygen.add_peer(keys, "worker", "w7")
     arguments = [str(config_file), "--connect", broker.address, "--security.keys"]

@@ -25,6 +25,7 @@ def obstacle(request, monkeypatch):
     return "No space left on device"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("state", "status"), [("finished", 0), ("stopped", cli.INTERRUPTED), ("failed", 1)])
 def test_a_report_that_cannot_be_written_is_one_line_and_keeps_the_run_s_status(
     obstacle, state, status, config_file, capsys, monkeypatch

@@ -97,6 +97,7 @@ def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):
     wait_until(lambda: job.descendants() == [])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", ["april.cli broker", full(LAUNCHER), "-u -m april.learner"])
 def test_a_dead_broker_or_learner_is_restarted_and_the_others_continue(run, run_dir, gate, victim):
     """Workers keep their process and their tokens; a learner survives the broker, or continues from its checkpoint."""
@@ -131,6 +132,7 @@ def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(r
     wait_until(lambda: job.descendants() == [])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "victims",
     [{"broker": "april.cli broker"}, full({"learner": "-u -m april.learner", "worker-0": "--name worker-0"})],
@@ -201,6 +203,7 @@ def test_a_run_whose_output_nobody_reads_any_more_is_stopped_as_it_should_be(sta
     assert assert_closed(run_dir)["state"] == "stopped" and (run_dir / "checkpoints/policy").is_dir()
 
 
+@pytest.mark.full
 def test_ctrl_c_that_a_library_swallows_still_ends_the_run(run, config_file):
     """Many libraries have a bare `except` around what they import."""
     (config_file.parent / "swallows.py").write_text(

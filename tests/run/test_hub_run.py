@@ -29,6 +29,7 @@ def moved(policy_folder, tmp_path):
     return tmp_path / "moved"
 
 
+@pytest.mark.full
 def test_a_run_by_names_goes_on_without_the_hub_and_takes_no_other_commit(
     by_name, start, config_file, run_dir, hub, policy_folder, tmp_path, monkeypatch
 ):

@@ -23,6 +23,7 @@ def start_broker(start_broker):
     return lambda *more: start_broker(*OVERRIDES, *TIMES, *more)
 
 
+@pytest.mark.full
 def test_damage_in_an_old_journal_file_is_found_after_the_start_and_costs_a_group(start_broker, config_file, run_dir):
     """The file lies before the snapshot, so a start does not read it."""
     small = ["--broker.journal_file_records", "100", "--broker.attempts", "1", "--evaluation.prompts", "1"]
@@ -73,6 +74,7 @@ def said(capsys, *arguments):
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.full
 def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     broker = start_broker()

@@ -16,6 +16,7 @@ def usual_umask():
     os.umask(before)
 
 
+@pytest.mark.full
 def test_all_that_a_run_writes_is_private(start_run, run_dir):
     job = start_run("--schedule.max_steps", "2", "--learner.checkpoint_every", "1")
     assert job.wait() == 0, job.output

@@ -56,6 +56,7 @@ def test_a_tiny_twin_trains_a_step(twin, start, policy_folder, tmp_path, monkeyp
         assert set(step["reward_details"]) == {"boxed", "closed", "correct", "over_limit"}
 
 
+@pytest.mark.full
 def test_the_twin_of_gsm8k_trains_from_files_as_they_are_published(start, policy_folder, tmp_path):
     """JSON lines to train on, a table of the hub to evaluate with, and half of what ends in an answer is right."""
     rows = [

@@ -126,6 +126,7 @@ def test_wild_verifiers_cost_their_own_groups_and_nothing_else(finish_run, run_d
     assert summary["discarded_groups"] == {"dead_sample": len({letter["group"] for letter in letters})}
 
 
+@pytest.mark.full
 def test_a_run_that_ended_with_its_prompts_goes_on_with_those_whose_judge_was_down(
     finish_run, start_run, run_dir, tmp_path, capsys
 ):

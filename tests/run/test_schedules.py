@@ -18,7 +18,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(SCHEDULES)[:-1], full("on_policy")])
+@pytest.mark.parametrize("name", ["overlap", *(full(name) for name in SCHEDULES if name != "overlap")])
 def test_a_schedule_trains(finish_run, run_dir, name):
     longer = ["--sampling.max_response_tokens", "200", "--schedule.max_steps", "5", "--learner.checkpoint_every", "5"]
     _, summary = finish_run(*ONE_RANK, *longer, *SCHEDULES[name])
@@ -33,6 +33,7 @@ def test_a_schedule_trains(finish_run, run_dir, name):
         assert 1 <= oldest <= 5
 
 
+@pytest.mark.full
 def test_a_short_last_batch_is_trained_when_the_prompts_are_exhausted(finish_run, run_dir):
     """64 prompts once, in batches of 24: two whole ones, and 16 groups at the end."""
     once = ["--rollout-batch-size", "24", "--over-sampling-batch-size", "30", "--data.epochs", "1"]

@@ -1,6 +1,7 @@
 """Scoring as a role of its own, in real processes: a killed scorer costs its verdicts a repetition, and no token."""
 
 import orjson
+import pytest
 
 from april.broker.ledger.events import GroupOpened, GroupScored, Leased, LeaseEnded, RowsAccepted, SampleScored
 from april.observe.report.run_folder import read_records
@@ -27,6 +28,7 @@ ranks.example = "<{}>".format                # which the policy cannot say
 """
 
 
+@pytest.mark.full
 def test_a_scorer_killed_in_the_middle_of_scoring_costs_no_token(start_run, run_dir, tmp_path, monkeypatch):
     """What it held is scored by its successor; no response is generated again, and the run comes to its end."""
     (tmp_path / "patient.py").write_text(PATIENT)

@@ -10,6 +10,7 @@ from tests.support.run_processes import assert_closed, steps_recorded, wait_unti
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
+@pytest.mark.full
 def test_a_teacher_scores_every_trained_token_though_its_scorer_is_killed(
     start_run, run_dir, config_file, policy_folder, gate
 ):

@@ -79,6 +79,7 @@ def test_a_missing_scenario_is_refused_when_auto_needs_it(load):
     assert "when the run was started" in resolve_as_recorded(config)[1]
 
 
+@pytest.mark.full
 def test_a_resumed_run_chooses_by_the_lengths_in_its_journal(load):
     config = load()
     lengths = [(3, 24), (5, 6), (4, 4), (20, 9)] * (5 + 1)
@@ -153,6 +154,7 @@ def test_the_value_of_auto_is_printed_with_the_plan(load, config_file, capsys):
     assert "16 samples in flight" in out and "auto       schedule.over_sampling_batch_size = 8: 2 times" in out
 
 
+@pytest.mark.full
 def test_a_dry_run_prints_the_value_that_a_resume_would_choose_and_writes_nothing(load, config_file, capsys):
     config = load()
     write_journal(config, [(3, 24), (5, 6), (4, 4), (20, 9)] * (5 + 1))

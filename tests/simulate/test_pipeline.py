@@ -242,6 +242,7 @@ def entries(root) -> int:
     return len(seen) + numbers
 
 
+@pytest.mark.full
 def test_many_engines_need_no_more_memory_after_more_steps():
     """64 engines of 32 slots, all full: what the run holds is bounded by what is in flight, and of a step it keeps less
     than its samples."""

@@ -180,6 +180,7 @@ def test_a_scenario_that_cannot_work_is_refused(tmp_path, text, overrides, cost,
 # --- tuning and calibration ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_tuning_takes_the_smallest_value_close_to_the_best_within_the_mean_staleness(small):
     free = tune(load_scenario(small))
     bounded = tune(load_scenario(small), most_staleness=0.8)
@@ -245,6 +246,7 @@ def exact_timing(cost, running, kv, admissions, admitted):
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_calibrating_times_the_engine_of_a_run(policy_folder, tmp_path, capsys):
     path = tmp_path / "cost.toml"
     assert main(["calibrate", "--model", str(policy_folder), "--slots", "2", "--out", str(path)]) == 0
@@ -308,6 +310,7 @@ def test_calibrating_does_not_wait_for_an_engine_that_is_lost(version, failures,
 # --- commands -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_commands_print_tables_and_draw_pictures(small, tmp_path, capsys):
     assert main(["simulate", str(small), "--steps", "3"]) == 0
     out = capsys.readouterr().out
@@ -343,6 +346,7 @@ def test_sweeps_keep_the_scenario_s_schedule_keys(small):
     assert {one.scenario.schedule.in_flight for sweep in (bounds, engines) for _, one in sweep.points} == {11}
 
 
+@pytest.mark.full
 def test_without_matplotlib_tables_are_printed_with_a_hint(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["simulate", str(small), "--sweep", "--out", str(tmp_path), "--steps", "3"]) == 0
@@ -350,6 +354,7 @@ def test_without_matplotlib_tables_are_printed_with_a_hint(small, tmp_path, caps
     assert out.count("april-rl[report]") == out.count("consumed/s") == 4
 
 
+@pytest.mark.full
 def test_tuning_takes_lengths_from_a_trace(small, tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, [TracedGroup(5, [100, 100])])

@@ -104,6 +104,7 @@ def test_permanent_errors_are_not_retried(shaky, error):
     assert store.retries == 0 and Shaky.faults == []
 
 
+@pytest.mark.full
 def test_a_call_without_progress_is_retried_and_a_slow_one_with_progress_is_waited_for(shaky, tmp_path):
     (tmp_path / "file").write_bytes(b"data")
     silence = threading.Event()

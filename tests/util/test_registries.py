@@ -152,6 +152,7 @@ ANOTHER_MEANING = {
 """Mentions of a name that mean something else, by file and name."""
 
 
+@pytest.mark.full
 def test_no_other_file_mentions_a_shipped_part_by_name():
     """Neither as a string nor quoted in a sentence: whatever depends on a part is an attribute of it."""
     names = {name for key in REGISTRIES for name in registry_of(key).shipped}

@@ -66,6 +66,7 @@ NOTICED = {
 """Where April starts threads -> who notices that one has failed, or the test of it."""
 
 
+@pytest.mark.full
 def test_every_place_that_starts_a_thread_says_who_notices_its_failure():
     found = {}
     for path in PACKAGE.rglob("*.py"):

@@ -246,6 +246,7 @@ def test_a_version_larger_than_a_bucket_arrives_whole(publisher, worker):
     assert first.await_version(Version(0, 0)) == 4_500_000
 
 
+@pytest.mark.full
 @impatient
 def test_a_killed_worker_does_not_keep_the_others_from_their_weights(publisher, worker):
     victim, other = worker("w0", "w1")
@@ -294,6 +295,7 @@ def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):
     assert second.await_version(Version(0, 1)) == total(1)
 
 
+@pytest.mark.full
 def test_a_worker_without_an_engine_has_no_channel_for_which_the_learner_would_wait(publisher):
     up = [True]
     publisher.publish(Version(0, 0), weights(0))
@@ -362,6 +364,7 @@ def take(receiver):
     return staged[-1]
 
 
+@pytest.mark.full
 @impatient
 def test_a_hung_worker_loses_only_its_own_channel_and_comes_back_when_it_wakes(publisher, worker):
     hung, other = worker("w0", "w1")
@@ -376,6 +379,7 @@ def test_a_hung_worker_loses_only_its_own_channel_and_comes_back_when_it_wakes(p
     assert [each.await_version(Version(0, 2)) for each in (hung, other)] == [total(2)] * 2
 
 
+@pytest.mark.full
 @impatient
 def test_a_worker_that_slept_between_two_publications_gets_a_new_channel(publisher, worker):
     sleeper = worker("w0")
@@ -424,6 +428,7 @@ def refuse_all(*arguments):
     raise OtherMachine("elsewhere")
 
 
+@pytest.mark.full
 @impatient
 def test_a_channel_that_has_ended_leaves_no_keys_in_the_store(publisher, worker):
     first = worker("w0")

@@ -3,6 +3,8 @@
 import gc
 import os
 
+import pytest
+
 from april.config import WeightsSection
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
@@ -10,6 +12,7 @@ from april.weights.receiver import WeightReceiver
 PATIENCE_S = 60.0
 
 
+@pytest.mark.full
 def test_publishers_and_receivers_leave_no_descriptor_open():
     def open_and_close():
         publisher = WeightPublisher(WeightsSection(), "test", "cpu")

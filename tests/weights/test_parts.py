@@ -79,6 +79,7 @@ def total(step):
     return pytest.approx(sum(float(tensor.double().sum()) for tensor in weights(step).values()), abs=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("transport", "delta"), [("collective", "auto"), ("shared_memory", "off")])
 def test_a_worker_gets_the_parts_of_all_ranks_whenever_it_joins(learner, transport, delta):
     """Each part whole, or as a delta to what the worker has."""
@@ -96,6 +97,7 @@ def test_a_worker_gets_the_parts_of_all_ranks_whenever_it_joins(learner, transpo
         assert [each.await_version(f"0.{step}") for each in (first, second, late)] == [total(step)] * 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transport", ["collective", "shared_memory"])
 def test_a_killed_or_hung_worker_costs_its_own_channel_on_every_rank(learner, transport):
     ranks = learner(transport, 8.0, 6.0)
@@ -159,6 +161,7 @@ def serve():
         each.close()
 
 
+@pytest.mark.full
 def test_a_server_has_time_to_join_all_ranks_and_each_sends_in_its_turn(learner, serve):
     """Joining takes longer than a single link may, and longer than a worker may be silent."""
     ranks, server = learner("collective", 60.0, 60.0), Server(late_s=2.0)
@@ -186,6 +189,7 @@ def refusal(ranks):
     return ranks.ranks[0].communicate(timeout=PATIENCE_S)[1]
 
 
+@pytest.mark.full
 def test_a_learner_whose_other_ranks_no_worker_reaches_ends_with_a_sentence(learner, serve):
     ranks = learner("collective")
     serve(ranks, Server(joins=1))

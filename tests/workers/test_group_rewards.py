@@ -65,6 +65,7 @@ def test_a_parameter_states_gets_the_state_of_each_response_or_none():
     assert reads_state(name) and not reads_state("group:group_rewards:rank")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("function", "reason"),
     [

@@ -409,6 +409,7 @@ STOPPING = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", STOPPING)
 def test_an_exception_of_the_program_never_ends_a_loop_of_the_judge_as_if_all_were_well(how):
     for what, label in STOPS.items():

@@ -75,6 +75,7 @@ ENDLESS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_program_beyond_its_limits_has_an_exceeded_limit_and_no_verdict(make_pool, name):
     text, limit = ENDLESS[name]
@@ -215,6 +216,7 @@ def test_programs_of_a_killed_verifier_process_end_with_it(make_pool):
     assert_none_is_left()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "expression",
     ["9^{9^{9^{9^9}}}", full("(10^{10^{10}})!"), full("\\left(" * 3000)],

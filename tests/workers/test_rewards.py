@@ -141,6 +141,7 @@ def test_a_response_on_which_the_format_search_never_ends_lacks_the_format(make_
     assert scores[0].details == {"over_limit": 1.0, "base": 0.0, "format": -0.25} and scores[1].reward == 1.0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("over_limit", "reward"), [("wrong", 0.0), ("failed", None)])
 def test_a_verifier_out_of_memory_is_replaced_and_waiting_items_are_not_charged(make_pool, over_limit, reward):
     pool = make_pool(memory_mb=512, over_limit=over_limit)
@@ -154,6 +155,7 @@ def test_a_verifier_out_of_memory_is_replaced_and_waiting_items_are_not_charged(
         assert "needs more than 512 MiB" in scores[0].error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "answer",
     [
@@ -172,6 +174,7 @@ def test_an_answer_too_expensive_to_compare_is_wrong(make_pool, answer):
     assert scores[0].reward == 0.0 and scores[0].details["over_limit"] == 1.0 and scores[1].reward == 1.0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("verifier", "reason"), [("crash", "exit code 3"), ("leave", "exit code 0"), ("segfault", "SIGSEGV")]
 )
@@ -270,6 +273,7 @@ def test_close_ends_every_process(make_pool):
     assert all(process.inner.returncode is not None for process in pool.processes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verifier", [full("exact"), "bad_verifiers:loop"])
 def test_verifier_processes_do_not_outlive_a_killed_parent(bad_verifiers, verifier):
     parent = subprocess.Popen(

@@ -332,6 +332,7 @@ def watched(request, monkeypatch):
     return watched
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FILES)
 def test_whatever_files_a_program_makes_it_has_a_verdict_within_its_limit_and_leaves_nothing(
     name, watched, monkeypatch, tmp_path

@@ -58,6 +58,7 @@ def test_a_chunk_is_due_after_its_time(make_engine):
     assert [len(chunk.tokens) for chunk in streams[1].chunks] == [1] * 9
 
 
+@pytest.mark.full
 def test_a_sample_draws_afresh_at_every_position(make_engine):
     """At a very high temperature, tokens are uniform, and so are differences between neighbours."""
     requests = [Request(i, prompt(), 600, seed=i, temperature=1e5) for i in range(8)]
@@ -311,6 +312,7 @@ def test_contexts_larger_than_one_prefill_are_admitted_one_after_another(tiny_mo
         assert_true_logprobs(tiny_model(), request, streams[request.id])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("contexts_held", [1, 2, 3.5])
 def test_sequences_that_find_no_room_in_the_cache_wait_and_lose_nothing(
     tiny_model, make_engine, monkeypatch, contexts_held
@@ -385,6 +387,7 @@ def test_a_queued_request_is_cancelled_without_tokens(make_engine):
     assert engine.cancel(2) == [] and engine.cancel(99) == [] and engine.live == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 6}, {"temperature": 1.5, "top_p": 0.8},

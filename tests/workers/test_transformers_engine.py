@@ -36,6 +36,7 @@ def start(model, **options):
     return engine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss", "falcon_h1", "qwen3_moe"])
 def test_contexts_of_many_lengths_side_by_side_one_of_them_resumed(tiny_model, architecture):
     model = tiny_model(architecture)

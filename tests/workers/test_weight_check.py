@@ -68,6 +68,7 @@ def test_a_tied_embedding_that_was_not_updated_is_detected(tiny_model):
     assert arrive(loader, learner.sends(V1, forgotten)) is None and loader.engine.version is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_without_the_canary_trained_tokens_of_wrong_weights_raise_the_alarm(learner, tiny_model, fault):
     engine, alarm = TorchEngine(tiny_model().folder), EngineGapAlarm()

@@ -195,6 +195,7 @@ def test_the_number_of_workers_is_given_as_workers_n():
         worker_count(["12"])
 
 
+@pytest.mark.full
 def test_a_launched_run_is_scaled_queried_and_stopped(config_file, tmp_path, capsys):
     run_dir = tmp_path / "runs" / "small"
     endless = [
@@ -351,6 +352,7 @@ def test_a_part_follows_a_broker_that_has_moved(tmp_path):
     assert seen.read_text().split() == ["tcp://a:1", "tcp://b:2"]
 
 
+@pytest.mark.full
 def test_a_signal_is_passed_on_and_the_part_may_end_in_order(start, tmp_path, config_file):
     job = start("part", [*APRIL, "part", "broker", str(config_file)])
     run_dir = tmp_path / "runs" / "small"

@@ -276,6 +276,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_resumed_and_counts_nowhere(confi
     assert summary["loss"] == {"first": 3.0, "last3": 2.0} and summary["steps"] == 3
 
 
+@pytest.mark.full
 def test_a_batch_whose_rows_are_all_left_out_has_no_loss(one_rank, configured):
     config = configured("--sft.max_tokens", "90", "--sft.batch_size", "1")
     lengths = [len(ConversationBook(config).batch(step).samples) for step in range(20)]

@@ -149,6 +149,7 @@ def expected():
     return step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
 def test_published_weights_equal_the_folder_by_name_and_value(outcome, model):
     result, _, _, folder = outcome[f"loaded {model}"]

@@ -49,11 +49,13 @@ def small(family, tmp_path, **keys):
     return tmp_path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "granite", "mamba2", "mistral", "gemma2"])
 def test_what_the_learner_computes_passes(family, tmp_path):
     assert objection(small(family, tmp_path)) == ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "said"),
     [
@@ -262,6 +264,7 @@ def test_weights_that_are_missing_are_named(changed):
     assert objection(folder) == "its weights lack model.layers.0.mlp.up_proj.weight; give a whole Hugging Face folder"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "keys", "layers", "heads"),
     [

@@ -33,6 +33,7 @@ SEGMENTS = ["runs/{}", "runs/demo/groups/{}/0", "runs/demo/groups/0/{}", "runs/d
 SEGMENTS += ["runs/demo/samples/0/{}/0", "runs/demo/samples/{}/0/0", "runs/demo/samples/0/0/0?branch={}"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", PARAMETERS)
 def test_a_parameter_out_of_range_is_no_fault(client, path):
     for name in PARAMETERS[path]:

@@ -191,6 +191,7 @@ def test_a_model_its_state_and_its_tensors_are_the_same_weights_and_tied_ones_co
     assert canary_from_model(model, config).dtype == "float32" and canary_from_model(model.state_dict(), config) is None
 
 
+@pytest.mark.full
 def test_connect_raises_what_the_run_refuses(config_file, tmp_path):
     (tmp_path / "bad.jsonl").write_text("not json\n")
     with pytest.raises(ConfigError, match="line 1"):
@@ -202,6 +203,7 @@ def test_connect_raises_what_the_run_refuses(config_file, tmp_path):
         april.connect(config_file)
 
 
+@pytest.mark.full
 def test_the_package_is_imported_without_torch():
     asked = "import sys, april; print('torch' in sys.modules); april.connect; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)

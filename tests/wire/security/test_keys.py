@@ -134,6 +134,7 @@ def test_a_file_that_is_being_written_admits_its_new_keys_and_removes_none(keys,
     assert listed.find(worker.public).role == "learner" and not listed.find("k" * 40).role
 
 
+@pytest.mark.full
 def test_a_run_whose_keys_do_not_fit_is_refused_before_anything_starts(keys, config_file, tmp_path, capsys):
     run = ["run", str(config_file), "--security.keys"]
     assert "april keygen" in refusal(capsys, *run, str(tmp_path / "nowhere"))

@@ -70,6 +70,7 @@ def moment(sample, asked):
     return "next turn" if observed and observed[-1][1] == sample.length else "in a turn"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [full("leave"), "kill worker", full("kill broker"), "kill both"])
 def test_a_sample_interrupted_at_any_token_resumes_as_if_uninterrupted(make_run, uncut, how):
     """Interrupted after every token: within a turn, while the environment answers, and when the next turn starts."""

@@ -52,6 +52,7 @@ def test_state_is_passed_from_answer_to_call(pool):
     assert second.text == "error" and msgspec.msgpack.decode(second.state) == {"calls": 2, "errors": 1}
 
 
+@pytest.mark.full
 def test_a_hanging_call_is_killed_and_the_calls_after_it_are_retried(pool):
     hanging = pool("tests.support.environments:hang", timeout_s=0.5)
     found = answers(hanging, call(0), call(1), call(2))
@@ -66,6 +67,7 @@ def test_a_process_out_of_memory_reports_one_error_and_is_replaced(pool):
     assert all(found[key + 1].text == "1" for key in failed), "the next process has all its memory"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("game", "error"),
     [

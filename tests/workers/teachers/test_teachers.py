@@ -99,6 +99,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_answers_for_another_sample_or_with_no_numbers_gives_an_error(fault):
     entries, reason = FAULTS[fault]
@@ -118,6 +119,7 @@ def with_teacher(config_file, **keys):
     return Config.model_validate(tree | {"teacher": {"big": keys}})
 
 
+@pytest.mark.full
 def test_a_response_is_scored_by_its_verifier_and_by_a_folder_s_model_together(config_file, policy_folder):
     config = with_teacher(config_file, path=policy_folder)
     scoring = Scoring(config, Tokenizer(policy_folder), start_now=False)
@@ -136,6 +138,7 @@ def test_a_response_is_scored_by_its_verifier_and_by_a_folder_s_model_together(c
     assert closing(scores[1]).columns == [{"big": len(response)}] and not scores[2].token_scores
 
 
+@pytest.mark.full
 def test_a_teacher_s_error_is_the_score_s_and_a_failed_verifier_does_not_wait_for_the_teacher(
     config_file, policy_folder
 ):
