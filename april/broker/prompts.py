@@ -61,6 +61,8 @@ class PromptBook:
         self._last_refusal = ""
         """Why the last of them was."""
         self._config, self.seed = config, config.seed
+        self._teachers = [teacher_of(config, source) for source in range(max(1, len(data.sources)))]
+        """Names of the sources' teachers."""
         self.encoded = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
         """Token ids of a row by its number, or None if it cannot be drawn; cached for the next epoch."""
         self._has_lost_hints = False
@@ -163,11 +165,13 @@ class PromptBook:
     def held_out_row(self, number: int, position: int) -> DatasetRow:
         return self.held_out[number].rows[position]
 
+    def source_of(self, epoch: int, position: int) -> int:
+        """Number of a prompt's source."""
+        return self.rows.source_of(self.row_number(epoch, position)) if len(self._config.data.sources) > 1 else 0
+
     def teacher_of(self, epoch: int, position: int) -> str:
         """Name of the teacher of a prompt's source; "" without one."""
-        if not self._config.teacher:
-            return ""
-        return teacher_of(self._config, self.rows.source_of(self.row_number(epoch, position)))
+        return self._teachers[self.source_of(epoch, position)] if self._config.teacher else ""
 
     def row_number(self, epoch: int, position: int) -> int:
         """Number of the dataset row at a position of an epoch, from 0, bad rows excluded."""
@@ -338,8 +342,8 @@ class SubmittedPrompts(PromptBook):
         _, [(_, tokens)] = self._read(number)
         return 0, number, bytes(tokens)
 
-    def teacher_of(self, epoch: int, position: int) -> str:
-        return teacher_of(self._config, 0)
+    def source_of(self, epoch: int, position: int) -> int:
+        return 0
 
     def row(self, epoch: int, position: int) -> DatasetRow:
         prompt = self._prompt(position)

@@ -3,7 +3,8 @@
 from collections.abc import Collection
 
 from april.config.addresses import check_addresses, check_listening, check_store_url
-from april.config.advantages import check_advantage, check_critic
+from april.config.advantages import check_advantage, check_critic, needs_norms, needs_values
+from april.config.algorithms import divided
 from april.config.broker import BrokerSection
 from april.config.data import DataSection, check_evaluation, check_set_paths
 from april.config.rewards import check_reward
@@ -14,7 +15,7 @@ from april.config.teachers import check_teachers
 from april.config.training import AlgorithmSection, check_lora
 from april.config.weights import check_external_weights, check_snapshots, check_transport
 from april.config.workers import EnvironmentSection
-from april.util.errors import refuse, toml_like
+from april.util.errors import ConfigError, refuse, toml_like
 from april.util.registry import REGISTRIES, registry_of
 from april.wire.limits import MAX_TOP_K
 
@@ -34,14 +35,11 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     The user's own parts, named as `package.module:Name`, are not imported here, since some processes of a run may lack
     them. `april.launch.check` checks them, and so does each process that uses one.
     """
-    check_names(config)
     check_schedule(config.schedule, imported=config.is_shipped("schedule.kind"))
     check_minibatches(config)
     check_sampling(config)
     check_evaluation(config.evaluation, config.evaluation_sets)
-    check_algorithm(config.algorithm, imported=False)
-    check_critic(config)
-    check_advantage(config)
+    check_algorithms(config)
     check_lora(config.lora, config.learner.master_weights)
     check_store_url("learner.checkpoint_store", config.learner.checkpoint_store)
     check_snapshots(config)
@@ -212,6 +210,24 @@ def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
                 f"is not below algorithm.{band}_high = {high}, so every token would be masked",
                 "lower it",
             )
+
+
+def check_algorithms(config: Config, imported: bool = False) -> None:
+    """Refuse keys of `[algorithm]`, or of a source's own algorithm, that do not fit together or with other sections."""
+    configs = divided(config)
+    for number, each in configs.items():
+        try:
+            check_names(each)
+            check_algorithm(each.algorithm, imported)
+            check_critic(each, imported)
+            check_advantage(each, imported)
+        except ConfigError as error:
+            if number is None:
+                raise
+            raise ConfigError(f"[algorithm] of data.sources.{number}: {error}") from None
+        if len(configs) > 1 and (needs_values(each.algorithm, imported) or needs_norms(each.algorithm, imported)):
+            why = "takes a whole batch, and the algorithms of data.sources divide it"
+            refuse("algorithm.advantage", each.algorithm.advantage, why, "use one algorithm, or another advantage")
 
 
 def check_leases(broker: BrokerSection) -> None:

@@ -154,6 +154,11 @@ class SourceSection(PromptsSection):
     hint_key: str = Field(
         "", description="Row field that {hint} of algorithm.hint stands for. Empty: that of data.hint_key."
     )
+    algorithm: dict[str, Any] = Field(
+        {},
+        description="Keys of [algorithm] that differ for this source, as a table [data.sources.algorithm]; all but "
+        "preset, step_scale and hint. Its groups are then normalised apart.",
+    )
 
     def with_defaults(self, data: "DataSection") -> "SourceSection":
         """A copy with unset keys taken from `data`; names of row fields are taken only if both have the same
@@ -489,9 +494,5 @@ def check_set_paths(sets: Iterable[EvaluationSet]) -> None:
     """Refuse sets whose files do not exist, except `data.eval_path`, which `check_data` checks."""
     for held_out in sets:
         if held_out.number and not held_out.source.path.exists():
-            refuse(
-                f"{held_out.key}.path",
-                held_out.source.path,
-                "does not exist",
-                "give a file or folder of prompts",
-            )
+            key, path = f"{held_out.key}.path", held_out.source.path
+            refuse(key, path, "does not exist", "give a file or folder of prompts")

@@ -242,6 +242,7 @@ class Config(Section):
         sft, algorithm = self.sft, self.algorithm
         whole_rows = sft.max_tokens if algorithm.normalisation == "constant" else None
         by_epochs = self.data.epochs and "max_steps" not in self.schedule.model_fields_set
+        sources = [source.model_copy(update={"algorithm": {}}) for source in self.data.sources]
         schedule = ScheduleSection(
             rollout_batch_size=sft.batch_size,
             n_samples_per_prompt=1,
@@ -254,6 +255,7 @@ class Config(Section):
                     advantage="no_baseline", loss="cross_entropy", corrections=(), behaviour_coef=0.0,
                     normalisation=algorithm.normalisation, constant_tokens=algorithm.constant_tokens or whole_rows,
                 ),
+                "data": self.data.model_copy(update={"sources": sources}),
                 "schedule": schedule,
                 "sampling": SamplingSection(max_response_tokens=1),
                 "critic": CriticSection(),

@@ -2,6 +2,7 @@
 
 import re
 
+from april.config.algorithms import algorithm_of, named
 from april.config.sections import Config
 from april.config.workers import TeacherSection
 from april.util.errors import refuse
@@ -32,11 +33,11 @@ def check_teachers(config: Config) -> None:
         refuse("teacher", sorted(config.teacher), "has several for one source", "name one for each of data.sources")
     check_held_teacher(config)
     check_hint(config)
-    if config.algorithm.distillation and not asked:
+    if (distillation := named(config, "distillation")) and not asked:
         fix = "add a [teacher.NAME] that scorers ask"
-        refuse("algorithm.distillation", config.algorithm.distillation, "has no teacher", fix)
+        refuse("algorithm.distillation", distillation, "has no teacher", fix)
     for key in ("distillation", "divergence"):
-        name = getattr(config.algorithm, key)
+        name = named(config, key)
         if name and config.sampling.is_cut:
             why = "compares whole distributions, and sampling.top_k, top_p or min_p cuts the policy's"
             refuse(f"algorithm.{key}", name, why, "leave those out")
@@ -45,7 +46,7 @@ def check_teachers(config: Config) -> None:
 def check_held_teacher(config: Config) -> None:
     """Refuse a teacher held by the learner that is no model folder, that does nothing or is one of several, and a
     divergence without one."""
-    divergence = config.algorithm.divergence
+    divergence = named(config, "divergence")
     for name, teacher in config.teacher.items():
         key = f"teacher.{name}"
         if teacher.where == "scorer":
@@ -85,7 +86,7 @@ def check_hint(config: Config) -> None:
     lacking = [str(source.path) for source in data.train_sources if not source.hint_key]
     if "{hint}" in hint and lacking:
         refuse(key, hint, f"has a {{hint}}, and nothing says which field of {lacking[0]} it is", "set data.hint_key")
-    if not config.algorithm.divergence:
+    if not named(config, "divergence"):
         refuse(key, hint, "teaches nothing", "set algorithm.divergence")
     if held_teacher(config):
         refuse(key, hint, "makes the policy the teacher, and [teacher.NAME] is another", "leave one of them out")
@@ -103,8 +104,11 @@ def held_teacher(config: Config) -> TeacherSection | None:
 
 
 def teacher_of(config: Config, source: int) -> str:
-    """Name of the teacher that scorers ask for the samples of a training source, by its number; "" without one."""
+    """Name of the teacher that scorers ask for the samples of a training source, by its number; "" without one, and
+    where sources have algorithms of their own, for one whose algorithm does not distil."""
     if held_teacher(config):
         return ""
     sources = config.data.sources
+    if any(each.algorithm for each in sources) and not algorithm_of(config, source).distillation:
+        return ""
     return (sources[source].teacher if sources else "") or next(iter(config.teacher), "")

@@ -94,6 +94,12 @@ class AlgorithmSection(Section):
         description="Response length (tokens) that normalisation = 'constant' divides by. A larger one makes smaller "
         "gradients. Unset: sampling.max_response_tokens.",
     )
+    loss_weight: float = Field(
+        1.0,
+        gt=0,
+        description="Factor on the whole loss, for a source with its own algorithm ([data.sources.algorithm]): a high "
+        "value follows it more than the others.",
+    )
     kl_coef: float = Field(
         0.0,
         ge=0,

@@ -29,9 +29,10 @@ from april.broker.samplers.draws import check_sampler
 from april.broker.schedules import SCHEDULES
 from april.broker.telemetry.sinks import check_sinks
 from april.config import Config, ConfigError, ScheduleSection, SourceSection
-from april.config.advantages import check_advantage, check_critic, needs_values
+from april.config.advantages import needs_values
+from april.config.algorithms import algorithms, divided
 from april.config.checks import (
-    check_algorithm,
+    check_algorithms,
     check_engine,
     check_model,
     check_schedule,
@@ -119,7 +120,8 @@ def check_run(
     if not config.is_shipped("schedule.kind"):
         run_check(check_own_schedule, config.schedule)
     if run_check(check_learner_parts, config) and has_learner:
-        try_part(try_objective, config, found, bool(devices) and config.learner.device != "cpu")
+        for each in divided(config).values():
+            try_part(try_objective, each, found, bool(devices) and config.learner.device != "cpu")
     backend = run_check(installed_backend, config) if has_learner else None
     kind = run_check(SCHEDULES.find, config.schedule.kind)
     entry = run_check(BACKENDS.find, config.learner.backend) if has_learner else None
@@ -211,19 +213,18 @@ def check_learner_parts(config: Config) -> bool:
     """Whether there are parts of the user's own for the loss or the optimizer; they can be imported then. Shipped ones,
     checked with the configuration, are not imported here. Raises ConfigError, also if torch is missing."""
     check_installed(config.learner, config.lora)
-    algorithm = config.algorithm
-    named = {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage), (OPTIMIZERS, config.learner.optimizer)}
-    named |= {(STEP_SCALES, algorithm.step_scale), (DISTILLATIONS, algorithm.distillation)}
-    named |= {(DIVERGENCES, algorithm.divergence)}
-    named |= {(CORRECTIONS, name) for name in algorithm.corrections} | {(LENGTH_PENALTIES, algorithm.length_penalty)}
+    named = {(OPTIMIZERS, config.learner.optimizer)}
+    for algorithm in algorithms(config):
+        named |= {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage), (STEP_SCALES, algorithm.step_scale)}
+        named |= {(DISTILLATIONS, algorithm.distillation), (DIVERGENCES, algorithm.divergence)}
+        named |= {(CORRECTIONS, name) for name in algorithm.corrections}
+        named |= {(LENGTH_PENALTIES, algorithm.length_penalty)}
     named = {(registry, name) for registry, name in named if name}
     own = any(name not in registry.shipped for registry, name in named)
     if own:
-        check_algorithm(algorithm)
         for registry, name in named:
             registry.find(name)
-        check_critic(config, imported=True)
-        check_advantage(config, imported=True)
+        check_algorithms(config, imported=True)
     return own
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from april.broker.header import StoredTensor, tensors_of
 from april.config import Config
 from april.config.advantages import needs_values
+from april.config.algorithms import algorithms, named
 from april.config.teachers import held_teacher
 from april.config.training import check_base, layers_to_adapt
 from april.launch.devices import memory_here
@@ -191,13 +192,19 @@ def states_bytes(config: Config, shape: ModelShape) -> float:
         trained = adapter_parameters(config)
         resident += trained - whole_parameters(config)
     saved = saved_by_base(config, shape.parameters) if config.lora.is_set else 0.0
-    if not config.lora.base_is_frozen and (config.algorithm.kl_coef or config.critic.kl_coef):
+    if has_reference(config):
         resident, saved = resident + shape.parameters, 2 * saved
     if needs_values(config.algorithm, imported=False):
         resident, trained = resident + shape.parameters, trained + shape.parameters
     each = VALUE_BYTES[config.learner.master_weights]
     trained_bytes = each + state_bytes(config.learner)
     return (resident * each - saved + trained * trained_bytes + teacher_bytes(config)) // config.learner.ranks
+
+
+def has_reference(config: Config) -> bool:
+    """Whether the learner holds a second copy of the starting policy."""
+    pulled = any(algorithm.kl_coef for algorithm in algorithms(config)) or config.critic.kl_coef
+    return bool(pulled) and not config.lora.base_is_frozen
 
 
 def teacher_bytes(config: Config) -> float:
@@ -230,7 +237,7 @@ def teacher_head_bytes(config: Config, shape: ModelShape) -> float:
     itself."""
     teacher = held_teacher(config)
     theirs = read_shape(teacher.path) if teacher else shape
-    return float(theirs.head * WEIGHT_BYTES) if config.algorithm.divergence and theirs else 0.0
+    return float(theirs.head * WEIGHT_BYTES) if named(config, "divergence") and theirs else 0.0
 
 
 def pass_tokens(config: Config) -> int:

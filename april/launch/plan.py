@@ -20,6 +20,7 @@ from april.launch.memory import (
     VALUE_BYTES,
     WEIGHT_BYTES,
     divide,
+    has_reference,
     pass_tokens,
     read_shape,
     teacher_bytes,
@@ -82,7 +83,6 @@ def needs_of(config: Config) -> Needs:
     fp32 = section.compute == "fp32"
     sizes = sizes_of(config)
     critics = sizes.model if needs_values(config.algorithm, imported=False) else 0
-    has_reference = not config.lora.base_is_frozen and (config.algorithm.kl_coef or config.critic.kl_coef)
     trained, each = sizes.trained + critics, VALUE_BYTES[section.master_weights]
     policy = float(sizes.held_bytes if config.lora.is_set else sizes.model * each)
     logits = min(BLOCK_LOGITS, tokens * sizes.vocabulary)
@@ -91,7 +91,7 @@ def needs_of(config: Config) -> Needs:
         inputs = 0 if section.activations_on_host else sizes.layers * sizes.hidden * (4 if fp32 else 2)
         kept, head = inputs, max(head, tokens * sizes.largest_bytes)
     learner = {
-        "weights": (policy * (2 if has_reference else 1) + critics * each + teacher_bytes(config)) / ranks,
+        "weights": (policy * (2 if has_reference(config) else 1) + critics * each + teacher_bytes(config)) / ranks,
         "gradients": trained * each / ranks,
         "optimizer": trained * state_bytes(section, sizes.matrices / max(1, sizes.trained)) / ranks,
         "activations": tokens * kept,

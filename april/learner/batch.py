@@ -78,6 +78,8 @@ class TrainSample:
     """Named columns that a scorer gave beside the reward, float32 [R]; 0 for observations."""
     hinted_prompt: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
     """Token ids, int32, of the prompt under which the policy teaches itself; none if it does not."""
+    source: int = 0
+    """Number of the prompt's source in `data.sources`."""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -188,6 +190,8 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     """Token scores of all response tokens by name, float32; NaN for the tokens of a row without that score."""
     hinted: list[bytes] = []
     """Of each row, the token ids of the prompt with its hint, int32; empty if no row has any."""
+    sources: list[int] = []
+    """Of each row, the number of its source; empty if all are 0."""
 
 
 def encode(batch: TrainingBatch) -> bytes:
@@ -228,6 +232,7 @@ def encode(batch: TrainingBatch) -> bytes:
                 for name in sorted({name for sample in samples for name in sample.token_scores})
             },
             hinted=hinted if any(hinted) else [],
+            sources=[sample.source for sample in samples] if any(sample.source for sample in samples) else [],
         )
     )
 
@@ -243,7 +248,7 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
     names = flat.names or [(-1, -1, 0, "")] * len(flat.rewards)
     columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, names, strict=True)
     metadata = zip(flat.details, flat.spans, flat.times, strict=True) if flat.times else repeat(({}, (), (0.0, 0.0)))
-    hinted = iter(flat.hinted or repeat(b""))
+    hinted, sources = iter(flat.hinted or repeat(b"")), iter(flat.sources or repeat(0))
     shown = zip(flat.image_numbers, flat.image_starts, strict=True) if flat.images else repeat(((), ()))
     for (prompt, response, reward, segments, (number, index, fork, finish_reason)), (
         details,
@@ -271,6 +276,7 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
                 images=tuple(flat.images[image] for image in image_numbers),
                 image_starts=image_starts,
                 hinted_prompt=np.frombuffer(next(hinted), "<i4"),
+                source=next(sources),
                 token_scores={
                     name: column[logprob_at : logprob_at + response]
                     for name, column in scores.items()

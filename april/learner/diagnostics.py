@@ -13,7 +13,8 @@ BY_AGE = ("k1", "k3", "clip_fraction", "mask_fraction", "truncated_fraction", "r
 MEANS = ("entropy", *BY_AGE)
 OPTIONAL = ("reference_kl", "teacher_kl", "teacher_divergence")
 """Means over the tokens that only some runs have."""
-SUMS = ("tokens", *MEANS, "ratio_square", "weight_square", *OPTIONAL)
+SUMS = ("tokens", *MEANS, "ratio_square", "weight_square", *OPTIONAL, *(f"{name}_tokens" for name in OPTIONAL))
+BY_SOURCE = ("entropy", "k1", "k3", "clip_fraction", "mask_fraction")
 EFFECTIVE = {"ess": ("ratio_mean", "ratio_square"), "weight_ess": ("weight_mean", "weight_square")}
 """Effective-sample-size metrics: names of the columns in SUMS that hold the sum and the sum of squares of the
 weights."""
@@ -22,24 +23,32 @@ weights."""
 class StepTotals:
     """Sums over the trained tokens of this rank in an optimizer step; over all ranks after `reduced`."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, sources: int = 1):
+        """`sources`: number of sources that the samples may be from."""
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
-        self.sums = torch.zeros(AGES, len(SUMS), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(sources, AGES, len(SUMS), dtype=torch.float64, device=device)
         self.sequences = torch.zeros(3, dtype=torch.float64, device=device)
         """Float64 [3]: number of responses, sum of their ratios, sum of the squared ratios."""
-        self.optional = set[str]()
-        """Names of OPTIONAL that were added."""
 
-    def add(self, loss: Tensor, ages: Tensor, ratio: Tensor, weight: Tensor, **columns: Tensor) -> None:
-        """Add a micro-batch: its `loss`, and columns [K]: `ratio` pi / mu, `weight` by the corrections, and the other
-        names of SUMS."""
-        columns |= {"tokens": torch.ones_like(ratio), "ratio_mean": ratio, "weight_mean": weight}
+    def add(
+        self,
+        loss: Tensor,
+        ages: Tensor,
+        ratio: Tensor,
+        weight: Tensor,
+        sources: Tensor | None = None,
+        **columns: Tensor,
+    ) -> None:
+        """Add a micro-batch: its `loss`, and columns [K]: `ratio` pi / mu, `weight` by the corrections, `sources` int64
+        (None: all of source 0), and the other names of SUMS."""
+        ones, blank = torch.ones_like(ratio), torch.zeros_like(ratio)
+        columns |= {"tokens": ones, "ratio_mean": ratio, "weight_mean": weight}
         columns |= {"ratio_square": ratio.double().square(), "weight_square": weight.double().square()}
-        self.optional |= columns.keys() & {*OPTIONAL}
-        blank = torch.zeros_like(ratio)
+        columns |= {f"{name}_tokens": ones for name in columns.keys() & {*OPTIONAL}}
         rows = torch.stack([columns.get(name, blank).detach().double() for name in SUMS], dim=1)
-        self.sums.index_add_(0, ages.clamp(0, AGES - 1), rows)
+        cells = ages.clamp(0, AGES - 1) + (0 if sources is None else AGES * sources)
+        self.sums.view(-1, len(SUMS)).index_add_(0, cells, rows)
         self.loss += loss.detach().double()
         self.ratio_max = torch.maximum(self.ratio_max, ratio.max().double())
 
@@ -52,20 +61,19 @@ class StepTotals:
         """Sum the totals over `ranks`, in place; returns this object. Collective."""
         packed = torch.cat([self.loss[None], self.sequences, self.sums.flatten()])
         packed, self.ratio_max = ranks.total_and_largest(packed, self.ratio_max)
-        self.loss, self.sequences, self.sums = packed[0], packed[1:4], packed[4:].view(AGES, len(SUMS))
+        self.loss, self.sequences, self.sums = packed[0], packed[1:4], packed[4:].view(self.sums.shape)
         return self
 
     @classmethod
     def combined(cls, steps: list["StepTotals"], epochs: int) -> "StepTotals":
         """Totals of a batch from its optimizer steps, which trained each token `epochs` times: mean loss of the steps,
         and token sums averaged over epochs."""
-        whole = cls(steps[0].sums.device)
+        whole = cls(steps[0].sums.device, len(steps[0].sums))
         for step in steps:
             whole.loss += step.loss / len(steps)
             whole.sums += step.sums / epochs
             whole.sequences += step.sequences / epochs
             whole.ratio_max = torch.maximum(whole.ratio_max, step.ratio_max)
-            whole.optional |= step.optional
         return whole
 
     def metrics(self) -> dict[str, float]:
@@ -74,19 +82,26 @@ class StepTotals:
         `ess` and `weight_ess` are the effective sample sizes of the ratios and of the applied weights, as shares of the
         tokens; `sequence_ess` that of the responses' ratios, as a share of the responses; `off_policy_share` the share
         of tokens older than the current weights. Means are absent if no token was trained, `reference_kl` also without
-        a reference model, `teacher_kl` and `teacher_divergence` without a teacher.
+        a reference model, `teacher_kl` and `teacher_divergence` without a teacher. With several sources also of each,
+        as NAME_source_S.
         """
-        tokens = self.sums[:, 0].sum().item()
+        by_age = self.sums.sum(0)
+        tokens = by_age[:, 0].sum().item()
         result = {"loss": self.loss.item(), "trained_tokens": tokens}
         if not tokens:
             return result
-        whole = means(self.sums.sum(0))
+        whole = means(by_age.sum(0))
         result |= {name: whole[name] for name in (*MEANS, *EFFECTIVE)}
         result["sequence_ess"] = effective_share(*self.sequences.tolist())
-        result |= {name: whole[name] for name in OPTIONAL if name in self.optional}
+        result |= {name: whole[name] for name in OPTIONAL if name in whole}
         result["ratio_max"] = self.ratio_max.item()
-        result["off_policy_share"] = 1 - self.sums[0, 0].item() / tokens
-        for age, row in enumerate(self.sums):
+        result["off_policy_share"] = 1 - by_age[0, 0].item() / tokens
+        for source, row in enumerate(self.sums.sum(1)) if len(self.sums) > 1 else ():
+            if row[0]:
+                found = means(row)
+                result[f"trained_tokens_source_{source}"] = row[0].item()
+                result |= {f"{name}_source_{source}": found[name] for name in (*BY_SOURCE, *OPTIONAL) if name in found}
+        for age, row in enumerate(by_age):
             if row[0]:
                 bucket, found = age_name(age), means(row)
                 result[f"trained_tokens_age_{bucket}"] = row[0].item()
@@ -95,9 +110,11 @@ class StepTotals:
 
 
 def means(sums: Tensor) -> dict[str, float]:
-    """Per-token means of one row of sums, and the effective sample sizes as shares of the tokens."""
+    """Per-token means of one row of sums, those of OPTIONAL over the tokens that have them, and the effective sample
+    sizes as shares of the tokens."""
     found = dict(zip(SUMS, sums.tolist(), strict=True))
-    result = {name: found[name] / found["tokens"] for name in SUMS}
+    result = {name: found[name] / found["tokens"] for name in MEANS}
+    result |= {name: found[name] / found[f"{name}_tokens"] for name in OPTIONAL if found[f"{name}_tokens"]}
     for name, (total, square) in EFFECTIVE.items():
         result[name] = effective_share(found["tokens"], found[total], found[square])
     return result

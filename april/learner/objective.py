@@ -14,7 +14,6 @@ over the whole batch before the first step (`BatchContext`).
 """
 
 import random
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,8 +24,9 @@ from torch import Tensor
 from april.config import Config
 from april.config.checks import check_algorithm
 from april.learner.batch import SampleForks, TrainingBatch, TrainSample, group_forks
+from april.learner.batch_metrics import batch_metrics
 from april.learner.credit import compared_rewards, part_values, row_advantages, sample_rewards, sampled_token_count
-from april.learner.diagnostics import StepTotals, is_repetitive
+from april.learner.diagnostics import StepTotals
 from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, DIVERGENCES, LOSSES, STEP_SCALES, find_checked
 from april.learner.losses.advantages import ROUNDING, has_spread, token_weights
 from april.learner.losses.columns import Spans, bounded, log_ratio
@@ -35,12 +35,9 @@ from april.learner.losses.kl import KL_ESTIMATORS, k1, k2, k3
 from april.learner.losses.policy import Clip
 from april.learner.losses.ranks import Ranks
 from april.learner.packing import MicroBatch, minibatches
-from april.learner.turns import mean_advantages, turn_advantages, turn_columns, turn_metrics
+from april.learner.turns import mean_advantages, turn_advantages, turn_columns
 
 # --- objective --------------------------------------------------------------------------------------------------------
-
-MAX_VERSIONS = 64
-"""Newest policy versions with a `version_share_STEP` of their own, which bounds the number of metrics of a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +65,16 @@ class Prepared:
     """Metrics of the delivered batch: reward, tokens, groups, and the share of tokens by policy version."""
     token_advantages: list[np.ndarray] | None = None
     """Advantages of the sampled tokens of each of the N rows, float64 [K]; None: those of `advantages`."""
+    objectives: list[int] = field(default_factory=list)
+    """Number of the objective (`Algorithms.objectives`) of each of the N rows."""
+
+    @property
+    def advantages_of_tokens(self) -> list[np.ndarray]:
+        """Advantages of the sampled tokens of each of the N rows, float64 [K]."""
+        if self.token_advantages is not None:
+            return self.token_advantages
+        pairs = zip(self.samples, self.advantages, strict=True)
+        return [np.full(sample.sampled_tokens, advantage) for sample, advantage in pairs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +97,8 @@ class ResponseTokens:
     distillation."""
     scores: Mapping[str, Tensor] = field(default_factory=dict)
     """Columns [K] by name: those that the scoring passes have computed, float32, and with a critic those of turns."""
+    sources: Tensor | None = None
+    """Number of the source of each token's sample, int64 [K]; None: all of source 0."""
 
     @classmethod
     def concatenated(cls, parts: Sequence["ResponseTokens"], device: torch.device) -> "ResponseTokens":
@@ -136,6 +145,8 @@ class TrainMicroBatch:
     packed: MicroBatch
     tokens: ResponseTokens | None
     """Inputs of the loss for the sampled tokens; None for a dummy micro-batch."""
+    objective: "Objective"
+    """The loss of all of its samples, and of those that other ranks compute at the same time."""
     context: BatchContext | None = None
     """Loss inputs computed over all tokens of the batch; None if the configured loss has none."""
 
@@ -216,8 +227,14 @@ class Objective:
         self.passes = [scoring for scoring in SCORING_PASSES if scoring.is_needed(self)]
         """The scoring passes of each batch."""
 
-    def prepare(self, batch: TrainingBatch) -> Prepared:
-        """Advantages, token weights, minibatches and metrics of a batch; a pure function of batch and configuration."""
+    def minibatches(self, batch: TrainingBatch) -> list[int]:
+        """Number of the minibatch of each group of a batch."""
+        rng = random.Random(f"{self.seed} {batch.step}")
+        return minibatches(len(batch.groups), self.learner.minibatches, rng)
+
+    def prepare(self, batch: TrainingBatch, of_groups: Sequence[int] | None = None) -> Prepared:
+        """Advantages, token weights, minibatches and metrics of a batch; a pure function of batch and configuration.
+        `of_groups`: number of the minibatch of each group; None: as for a whole batch."""
         groups = [group_forks(group) for group in batch.groups]
         rewards, samples = sample_rewards(groups), batch.samples
         by_token = self.turn_advantages(batch.groups)
@@ -233,13 +250,11 @@ class Objective:
         ]
         trained = [samples[index] for index in batch_indices]
         group_of = [number for number, group in enumerate(batch.groups) for _ in group]
-        all_samples = [rows for group in groups for rows in group]
-        rng = random.Random(f"{self.seed} {batch.step}")
-        group_minibatch = np.array(minibatches(len(groups), self.learner.minibatches, rng), np.int64)
+        group_minibatch = np.array(self.minibatches(batch) if of_groups is None else of_groups, np.int64)
         tokens = [sum(map(sampled_token_count, group)) for group in groups]
         sequences = [sum(sampled_token_count(rows) > 0 for rows in group) for group in groups]
         minibatch_of = group_minibatch[[group_of[index] for index in batch_indices]]
-        weights = token_weights(
+        weights = self.section.loss_weight * token_weights(
             self.section.normalisation,
             sample_tokens[batch_indices].astype(np.int64),
             np.bincount(group_minibatch, tokens)[minibatch_of],
@@ -252,17 +267,7 @@ class Objective:
         spread_groups = [
             list(filter(None, group)) for group, found in zip(kept, rewards, strict=True) if has_spread(found)
         ]
-        metrics = {
-            **turn_metrics(samples, self.section.turn_reward),
-            "reward": float(np.mean([rows[0].reward for rows in all_samples])) if all_samples else 0.0,
-            "samples": float(len(all_samples)),
-            "tokens": float(sum(tokens)),
-            "groups": float(len(batch.groups)),
-            "zero_spread_groups": float(sum(not has_spread(group) for group in rewards)),
-            "looping_share": sum(is_repetitive(s.tokens[s.prompt_tokens :]) for s in samples) / max(1, len(samples)),
-            "gradient_groups": float(len({group_of[index] for index in batch_indices})),
-            **version_shares(samples),
-        }
+        with_gradient = {group_of[index] for index in batch_indices}
         return Prepared(
             batch.step,
             trained,
@@ -272,8 +277,9 @@ class Objective:
             minibatch_of.tolist(),
             batch_advantages,
             spread_groups,
-            metrics,
+            batch_metrics(batch.groups, with_gradient, self.section.turn_reward),
             by_token and [by_token[index] for index in batch_indices],
+            [0] * len(trained),
         )
 
     def turn_advantages(self, groups: list[list[TrainSample]]) -> list[np.ndarray] | None:
@@ -342,6 +348,7 @@ class Objective:
             if self.distillation
             else None,
             scores={name: column(values, np.float64) for name, values in of_turns.items()},
+            sources=column(np.repeat([sample.source for sample in samples], lengths), np.int64),
         )
 
     def teacher_logprobs(self, sample: TrainSample) -> np.ndarray:
@@ -412,6 +419,7 @@ class Objective:
             tokens.ages,
             log_ratio(current, behaviour).exp(),
             correction,
+            tokens.sources,
             entropy=entropies,
             k1=k1(behaviour, current),
             k3=k3(behaviour, current),
@@ -479,18 +487,3 @@ def token_ages(sample: TrainSample, step: int) -> np.ndarray:
     """int64 [K]: policy steps between the version that sampled each token and weights `step`."""
     ages = [np.full(end - start, step - version.step, np.int64) for start, end, version in sample.segments]
     return np.concatenate(ages)
-
-
-def version_shares(samples: list[TrainSample]) -> dict[str, float]:
-    """Share of the batch's sampled tokens by policy version, as `version_share_STEP`; 0 to 1.
-
-    Versions older than the newest MAX_VERSIONS are summed in `version_share_older`.
-    """
-    tokens: Counter[int] = Counter()
-    for sample in samples:
-        for start, end, version in sample.segments:
-            tokens[version.step] += end - start
-    shares: defaultdict[str, float] = defaultdict(float)
-    for index, step in enumerate(sorted(tokens, reverse=True)):
-        shares[f"version_share_{step if index < MAX_VERSIONS else 'older'}"] += tokens[step] / tokens.total()
-    return dict(shares)

@@ -275,6 +275,7 @@ def decode_sample(
         label=group.label,
         images=tuple(images[name] for name in (*group.images, *(name for name, _ in head.shown_images))),
         hinted_prompt=np.frombuffer(group.hinted, "<i4"),
+        source=group.source,
         image_starts=(*[0] * len(group.images), *(len(prompt) + start for _, start in head.shown_images)),
     )
 

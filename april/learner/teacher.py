@@ -1,8 +1,9 @@
 """A teacher in the learner, which gives each token a distribution: a frozen model, sharded like the policy, or the
 policy itself under a prompt with a hint.
 
-teacher = Teacher.of(config, backend, divergence)       # None if the configuration has none
-backend.backward(teacher.shown(micros), loss)           # the policy returns the divergence from it as a third column
+teacher = Teacher.of(config, backend)                   # None if the configuration has none
+micros = teacher.shown((micro, divergence) for micro in micros)
+backend.backward(micros, loss)                          # the policy returns the divergence from it as a third column
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from april.config import Config
+from april.config.algorithms import named
 from april.config.teachers import held_teacher
 from april.learner.backends.backend import Backend
 from april.learner.batch import TrainSample
@@ -25,22 +27,22 @@ from april.util.pulse import MAIN
 
 
 class Teacher:
-    """A model, and the divergence from it."""
+    """A model that the policy is compared with."""
 
-    def __init__(self, model: nn.Module, cost: Cost, divergence: Divergence, by_hint: bool = False):
+    def __init__(self, model: nn.Module, cost: Cost, by_hint: bool = False):
         """`model` returns `HeadInputs` of a micro-batch where it is asked for them; `cost` is that of its passes;
         `by_hint`: it is the policy, which teaches only where it sees a hint."""
-        self.model, self.cost, self.divergence, self.by_hint = model, cost, divergence, by_hint
+        self.model, self.cost, self.by_hint = model, cost, by_hint
 
     @classmethod
-    def of(cls, config: Config, backend: Backend, divergence: Divergence | None) -> Self | None:
+    def of(cls, config: Config, backend: Backend) -> Self | None:
         """The configured teacher, None if the learner has none. Collective. Raises ModelError for one with fewer ids
         than the policy."""
         section = held_teacher(config)
-        if divergence is None:
+        if not named(config, "divergence"):
             return None
         if section is None:
-            return cls(backend.policy, backend.cost, divergence, by_hint=True)
+            return cls(backend.policy, backend.cost, by_hint=True)
         model = backend.teacher(section.path)
         ours, theirs = (lm.get_output_embeddings().weight.shape[0] for lm in (backend.lm, model.lm))
         if theirs < ours:
@@ -48,22 +50,28 @@ class Teacher:
                 f"{section.path}: its head has {theirs} ids and the policy's {ours}, so that it says nothing of the "
                 f"last {ours - theirs}; give a teacher with at least as many"
             )
-        return cls(model, forward_cost(model.lm), divergence)
+        return cls(model, forward_cost(model.lm))
 
     def operations(self, sample: TrainSample) -> float:
         """Floating-point operations of a pass over a sample, with its hint if it has one."""
         return self.cost.of(seen_by_teacher(sample), sample.sampled_tokens)
 
-    def shown(self, micros: Iterable[MicroBatch], seconds: Seconds = untimed) -> Iterator[MicroBatch]:
-        """`micros`, each with the divergence from the teacher, whose pass comes just before. The weights stay the same
-        meanwhile, so the teacher's head is copied once. Collective."""
+    def shown(
+        self, micros: Iterable[tuple[MicroBatch, Divergence | None]], seconds: Seconds = untimed
+    ) -> Iterator[MicroBatch]:
+        """Micro-batches, each given with how it is compared (None: not at all), with the divergence from the teacher,
+        whose pass comes just before. The weights stay the same meanwhile, so the teacher's head is copied once.
+        Collective."""
         head = None
-        for micro in micros:
+        for micro, divergence in micros:
+            if divergence is None:
+                yield micro
+                continue
             MAIN.again()
             with seconds("teacher_s"), torch.no_grad():
                 states = self.model(micro.hinted or micro, inputs_alone=True, kept_head=head)
             head = states.weight
-            found = partial(divergence_from, states, self.divergence)
+            found = partial(divergence_from, states, divergence)
             yield replace(micro, divergence=partial(where_hinted, micro.has_hint, found) if self.by_hint else found)
 
 

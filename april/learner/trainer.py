@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,8 +21,10 @@ from torch import Tensor
 from april.config import Config
 from april.config.stored import stored_checkpoints
 from april.learner import checkpoint, performance
+from april.learner.algorithms import Algorithms
 from april.learner.backends import BACKENDS
 from april.learner.batch import TrainingBatch, TrainSample
+from april.learner.canary import CanaryScorer
 from april.learner.critic import Critic
 from april.learner.diagnostics import StepTotals
 from april.learner.losses.columns import bounded
@@ -45,12 +46,9 @@ from april.learner.teacher import Teacher
 from april.learner.token_stats import EngineGaps, TokenStats, keeps_samples
 from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
-from april.weights.canary import CANARY_TOKENS, Canary, canary_tokens, rounded_otherwise
-from april.wire.message import Version
+from april.weights.canary import Canary
 
 log = logging.getLogger(__name__)
-ROUNDING_EVERY = 8
-"""Versions after which what rounding does to the canary is measured again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,16 +116,16 @@ class Trainer:
         entry.check(config)
         self.backend = entry.build(config, device)
         self.policy, self.part, self.ranks = self.backend.policy, self.backend.part, self.backend.ranks
-        self.objective = Objective(config, self.ranks)
+        self.algorithms = Algorithms(config, self.ranks)
         self.peak_tflops = section.peak_tflops or performance.peak_tflops(device)
         self.scorers: dict[str, Scorer] = {"policy": partial(self.backend.scores, self.policy)}
         """Models of the scoring passes, by `ScoringPass.model`."""
-        models = {scoring.model for scoring in self.objective.passes}
+        models = {scoring.model for scoring in self.algorithms.passes}
         self.reference = self.backend.reference() if "reference" in models else None
         if self.reference:
             self.scorers["reference"] = partial(self.backend.scores, self.reference)
-        self.teacher = Teacher.of(config, self.backend, self.objective.divergence)
-        bf16, estimator = uses_bf16(section, device), self.objective.estimator
+        self.teacher = Teacher.of(config, self.backend)
+        bf16, estimator = uses_bf16(section, device), self.algorithms.objectives[0].estimator
         self.critic = Critic(config, device, bf16, estimator, self.backend) if "critic" in models else None
         if self.critic:
             self.scorers["critic"] = self.critic.scores
@@ -138,10 +136,7 @@ class Trainer:
         self.step_count = 0
         self.token_stats: TokenStats | None = None
         """Log-probabilities and entropies of the last step's tokens; None if the step's samples are not stored."""
-        self._trained_text: np.ndarray | None = None
-        """First token ids of the first batch that this process has trained, int32, for the canary; None before it."""
-        self._rounding: tuple[bytes, int, float] = b"", 0, 0.0
-        """What rounding does to the canary's log-probabilities: of which text, in how many versions used, in nats."""
+        self.canaries = CanaryScorer(config, self.backend, device)
 
     @property
     def optimizer(self) -> PartOptimizer:
@@ -155,22 +150,23 @@ class Trainer:
         """Compute advantages, plan and this rank's micro-batches, on its device. Not collective; may run in a thread
         while `step` runs."""
         began = time.perf_counter()
-        prepared = self.objective.prepare(batch)
-        costs = [self.operations(sample) for sample in prepared.samples]
+        prepared = self.algorithms.prepare(batch)
+        numbers = zip(prepared.samples, prepared.objectives, strict=True)
+        costs = [self.operations(sample, self.algorithms.objectives[number]) for sample, number in numbers]
         members: list[list[int]] = [[] for _ in range(1 + max(prepared.minibatches, default=0))]
         for i, number in enumerate(prepared.minibatches):
             members[number].append(i)
         minibatches = [self.build_micros(prepared, each, costs) for each in members]
         return ReadyBatch(prepared, minibatches, sum(costs), time.perf_counter() - began)
 
-    def operations(self, sample: TrainSample) -> float:
+    def operations(self, sample: TrainSample, objective: Objective) -> float:
         """Floating-point operations of a batch for one of its samples: all passes of all models."""
         length, epochs = input_tokens(sample), self.config.learner.epochs
-        scored = sum(scoring.model != "critic" for scoring in self.objective.passes)
+        scored = sum(scoring.model != "critic" for scoring in objective.passes)
         each = performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
-        passes = each * (epochs + self.objective.needs_norms) + scored
+        passes = each * (epochs + objective.needs_norms) + scored
         found = passes * self.backend.cost.of(length, sample.sampled_tokens)
-        if self.teacher:
+        if self.teacher and objective.divergence:
             found += epochs * self.teacher.operations(sample)
         if self.critic:
             found += (1 + performance.PASSES * epochs) * self.backend.cost.of(length, 0)
@@ -187,8 +183,7 @@ class Trainer:
         """
         ready = ready or self.prepare(batch)
         began, seconds = time.perf_counter(), PhaseSeconds(self.device)
-        if self._trained_text is None and batch.samples:
-            self._trained_text = np.concatenate([sample.tokens for sample in batch.samples])[:CANARY_TOKENS]
+        self.canaries.see(batch)
         gaps = EngineGaps(ready.prepared.samples, self.device)
         kept = keeps_samples(self.config.samples, batch.step)
         self.token_stats = token_stats = TokenStats(ready.prepared.samples, self.device) if kept else None
@@ -199,17 +194,18 @@ class Trainer:
                 token_stats.add(indices, logprobs, entropies)
 
         micros, critic_metrics = ready.micros, dict[str, float]()
-        for scoring in self.objective.passes:
+        for scoring in self.algorithms.passes:
             with seconds(scoring.phase):
                 micros = self.with_scores(micros, scoring)
         if self.critic:
             with seconds("critic_s"):
                 micros, critic_metrics = self.with_critic_advantages(self.critic, micros, ready.prepared)
-        if self.objective.needs_norms:
-            with seconds("norms_s"):
-                micros = self.with_norm_advantages(micros, ready.prepared)
-        if self.objective.fixes_loss_inputs:
-            micros = self.with_contexts(micros, observe)
+        for objective in self.algorithms.objectives:
+            if objective.needs_norms:
+                with seconds("norms_s"):
+                    micros = self.with_norm_advantages(objective, micros, ready.prepared)
+            if objective.fixes_loss_inputs:
+                micros = self.with_contexts(objective, micros, observe)
         results, minibatches = [], ready.split_by_minibatch(micros)
         for _ in range(self.config.learner.epochs):
             results += [self.optimize(minibatch, observe, seconds) for minibatch in minibatches]
@@ -243,7 +239,8 @@ class Trainer:
         """Do one optimizer step of policy and critic on `micros`. Collective."""
         for part in self.parts:
             part.optimizer.zero_grad()
-        totals, critic_alone = StepTotals(self.device), self.trains_critic_alone
+        totals = StepTotals(self.device, len(self.algorithms.of_source))
+        critic_alone = self.trains_critic_alone
 
         def loss(index: int, *columns: Tensor) -> Tensor:
             return self.micro_loss(micros[index], columns, totals, observe)
@@ -256,7 +253,8 @@ class Trainer:
                     loss(index, *scores)
             self.backend.free_gathered()
         else:
-            self.backend.backward(self.teacher.shown(packed, seconds) if self.teacher else packed, loss, seconds)
+            compared = ((micro.packed, micro.objective.divergence) for micro in micros)
+            self.backend.backward(self.teacher.shown(compared, seconds) if self.teacher else packed, loss, seconds)
         if self.critic:
             with seconds("critic_s"):
                 for micro in micros:
@@ -266,7 +264,7 @@ class Trainer:
         with seconds("metrics_s"):
             metrics = totals.reduced(self.ranks).metrics()
         with seconds("optimizer_s"):
-            lr = self.next_lr() * self.objective.step_scale(metrics)
+            lr = self.next_lr() * self.algorithms.objectives[0].step_scale(metrics)
             grad_norm = self.backend.clip(self.config.learner.grad_clip) if micros and not critic_alone else 0.0
             critic_metrics = self.critic.finish_step() if self.critic else {}
             finite = all(map(math.isfinite, (grad_norm, metrics["loss"], *critic_metrics.values())))
@@ -289,17 +287,19 @@ class Trainer:
         return {"tflop_per_s": tflop_per_s} | ({"mfu": tflop_per_s / self.peak_tflops} if self.peak_tflops else {})
 
     def build_micros(self, prepared: Prepared, members: list[int], costs: list[float]) -> list[TrainMicroBatch]:
-        """This rank's micro-batches of a minibatch with the prepared samples `members`; every rank has equally many."""
-        lengths = [longest_input(prepared.samples[i]) for i in members]
-        budget = self.config.learner.microbatch_tokens * self.config.learner.context_parallel
-        planned = plan(lengths, self.ranks.count, budget, [costs[i] for i in members])
+        """This rank's micro-batches of a minibatch with the prepared samples `members`; every rank has equally many,
+        with the same objectives."""
         micros = []
-        for row in planned:
-            indices = [members[i] for i in row[self.ranks.rank]]
-            images = self.backend.images if any(prepared.samples[i].images for i in members) else None
-            packed = pack([prepared.samples[i] for i in indices], self.device, images)
-            tokens = self.objective.tokens(prepared, indices, self.device) if indices else None
-            micros.append(TrainMicroBatch(indices, packed, tokens))
+        images = self.backend.images if any(prepared.samples[i].images for i in members) else None
+        budget = self.config.learner.microbatch_tokens * self.config.learner.context_parallel
+        for number, objective in enumerate(self.algorithms.objectives):
+            own = [i for i in members if prepared.objectives[i] == number]
+            lengths = [longest_input(prepared.samples[i]) for i in own]
+            for row in plan(lengths, self.ranks.count, budget, [costs[i] for i in own]):
+                indices = [own[i] for i in row[self.ranks.rank]]
+                packed = pack([prepared.samples[i] for i in indices], self.device, images)
+                tokens = objective.tokens(prepared, indices, self.device) if indices else None
+                micros.append(TrainMicroBatch(indices, packed, tokens, objective))
         return micros
 
     def micro_loss(
@@ -312,13 +312,15 @@ class Trainer:
             return 0.0 * logprobs.sum()
         if micro.context is None:  # otherwise the pass over the whole batch has recorded them
             observe(micro.indices, logprobs, entropies, micro.tokens)
-        return self.objective.loss(logprobs, entropies, micro.tokens, totals, micro.context, *divergences)
+        return micro.objective.loss(logprobs, entropies, micro.tokens, totals, micro.context, *divergences)
 
     def with_scores(self, micros: list[TrainMicroBatch], scoring: ScoringPass) -> list[TrainMicroBatch]:
-        """Copies of `micros` with the columns of a scoring pass. Collective."""
+        """Copies of `micros` with the columns of a scoring pass, where their objective needs it. Collective."""
         MAIN.at(scoring.activity)
-        scored = []
-        for micro, found in zip(micros, self.scorers[scoring.model]([each.packed for each in micros]), strict=True):
+        needed = [micro.packed for micro in micros if scoring in micro.objective.passes]
+        columns, scored = iter(self.scorers[scoring.model](needed)), []
+        for micro in micros:
+            found = next(columns) if scoring in micro.objective.passes else ()
             if micro.tokens is not None:
                 scores = {**micro.tokens.scores, **dict(zip(scoring.columns, found, strict=False))}
                 micro = replace(micro, tokens=replace(micro.tokens, scores=scores))
@@ -338,7 +340,9 @@ class Trainer:
         prepared.batch_advantages[prepared.batch_indices] = self.ranks.total(means).cpu().numpy()
         return [replace(micro, tokens=tokens) for micro, tokens in zip(micros, known, strict=True)], metrics
 
-    def with_norm_advantages(self, micros: list[TrainMicroBatch], prepared: Prepared) -> list[TrainMicroBatch]:
+    def with_norm_advantages(
+        self, objective: Objective, micros: list[TrainMicroBatch], prepared: Prepared
+    ) -> list[TrainMicroBatch]:
         """Copies of `micros` with advantages from the gradient norm of each response, also stored in `prepared`.
         Collective.
 
@@ -354,26 +358,32 @@ class Trainer:
             passes = self.build_micros(prepared, rows, lengths)
             self.backend.backward([micro.packed for micro in passes], ResponseGradientLoss(passes, log_ratios[index]))
             squares[index] = self.backend.clip(math.inf) ** 2 if passes else 0.0
-        self.objective.set_norm_advantages(prepared, bounded(self.ranks.total(log_ratios)).cpu(), squares.cpu())
+        objective.set_norm_advantages(prepared, bounded(self.ranks.total(log_ratios)).cpu(), squares.cpu())
 
         def with_advantages(tokens: ResponseTokens, indices: list[int]) -> ResponseTokens:
-            return replace(tokens, advantages=self.objective.tokens(prepared, indices, self.device).advantages)
+            return replace(tokens, advantages=objective.tokens(prepared, indices, self.device).advantages)
 
         return [
             replace(micro, tokens=micro.tokens and with_advantages(micro.tokens, micro.indices)) for micro in micros
         ]
 
-    def with_contexts(self, micros: list[TrainMicroBatch], observe: TokenObserver) -> list[TrainMicroBatch]:
-        """Copies of `micros` with the clip bounds, proximal policy and corrections computed over the whole batch, from
-        its log-probabilities before the first optimizer step, which `observe` records. Collective."""
+    def with_contexts(
+        self, objective: Objective, micros: list[TrainMicroBatch], observe: TokenObserver
+    ) -> list[TrainMicroBatch]:
+        """Copies of `micros`, those of an objective with the clip bounds, proximal policy and corrections computed over
+        all of them, from their log-probabilities before the first optimizer step, which `observe` records.
+        Collective."""
         scored = []
         for micro in micros:
-            if micro.tokens is not None:
+            if micro.tokens is not None and micro.objective is objective:
                 logprobs = micro.tokens.scores["initial_logprobs"]
                 observe(micro.indices, logprobs, micro.tokens.scores["initial_entropies"], micro.tokens)
                 scored.append((micro.tokens, logprobs))
-        contexts = iter(self.objective.batch_contexts(scored, self.device))
-        return [micro if micro.tokens is None else replace(micro, context=next(contexts)) for micro in micros]
+        contexts = iter(objective.batch_contexts(scored, self.device))
+        return [
+            replace(micro, context=next(contexts)) if micro.tokens and micro.objective is objective else micro
+            for micro in micros
+        ]
 
     def next_lr(self) -> float:
         """Learning rate of the next optimizer step, by `learner.lr_schedule`."""
@@ -398,31 +408,8 @@ class Trainer:
         return None if self.device.type == "cpu" else torch.bfloat16
 
     def canary(self) -> Canary:
-        """The canary with its log-probabilities under the current weights, as in a training step, and what rounding
-        does to them, which every eighth version measures. Collective."""
-        config, embedding = self.config, self.backend.lm.get_input_embeddings()
-        longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
-        tokens = canary_tokens(embedding.num_embeddings, longest - 1, self._trained_text)
-        logprobs = self._score(tokens)
-        text, used, rounding = self._rounding
-        if text != tokens.tobytes() or used % ROUNDING_EVERY == 0:
-            with rounded_otherwise(self.policy):
-                rounding = (self._score(tokens, torch.bfloat16) - logprobs).abs().mean().item()
-        self._rounding = tokens.tobytes(), used + 1, rounding
-        dtype = self.backend.compute_dtype if self.device.type == "cpu" else "bfloat16"
-        return Canary(tokens.tolist(), logprobs.tolist(), dtype, rounding)
-
-    def _score(self, tokens: np.ndarray, logit_dtype: torch.dtype = torch.float32) -> Tensor:
-        """Log-probabilities, float32 [T - 1], of `tokens` int32 [T] but the first, at temperature 1. Collective."""
-        scored = len(tokens) - 1
-        text = TrainSample(tokens, 1, np.zeros(scored, np.float32), 0.0, ((0, scored, Version(0, 0)),))
-        policy = self.policy.eval()
-        policy.logit_dtype = logit_dtype
-        ((logprobs, _),) = self.backend.scores(policy, [pack([text], self.device)], temperature=1.0)
-        policy.logit_dtype = torch.float32
-        policy.train()
-        self.backend.free_gathered()
-        return logprobs
+        """The canary with its log-probabilities under the current weights. Collective."""
+        return self.canaries.scored()
 
     def restore(self) -> int:
         """Load the newest complete checkpoint, if there is one; returns the policy step of the weights now held."""

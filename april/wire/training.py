@@ -186,6 +186,9 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     """Names of the prompt's images, in order; `FetchImages` gets them."""
     hinted: bytes = b""
     """Token ids, little-endian int32, of the prompt under which the policy teaches itself; b"" without."""
+    source: Number = 0
+    """Number of the prompt's source, its place in `data.sources`; 0 where there is one source, or the trainer submits
+    prompts."""
 
     @property
     def is_trained(self) -> bool:

@@ -409,8 +409,10 @@ def test_a_restarted_broker_continues_the_order_from_its_cursor(config_file, dat
     text = config_file.read_text().replace(f'path = "{data_folder}/train.jsonl"', f"sources = {sources}")
     config_file.write_text(text)
     config = configuration.load(config_file)
-    whole = draws(PromptBook(config), (0, 0), 100)
+    whole = draws(book := PromptBook(config), (0, 0), 100)
     assert {epoch for epoch, *_ in whole} == {0, 1, 2}
+    places = [place for *place, _, _ in whole]
+    assert [book.source_of(*place) for place in places] == [int(book.row(*place).reward == "exact") for place in places]
     half = draws(PromptBook(config), (0, 0), 50)
     last_epoch, last_position = half[-1][:2]
     assert half + draws(PromptBook(config), (last_epoch, last_position + 1), 50) == whole

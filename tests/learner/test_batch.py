@@ -20,7 +20,7 @@ def assert_equal(ours: TrainingBatch, theirs: TrainingBatch):
         assert one.tokens.dtype == np.int32 and np.array_equal(one.tokens, other.tokens)
         assert one.logprobs.dtype == np.float32 and np.array_equal(one.logprobs, other.logprobs)
         assert (one.prompt_tokens, one.reward, one.segments) == (other.prompt_tokens, other.reward, other.segments)
-        told = "group", "index", "finish_reason", "details", "spans", "opened_at", "delivered_at"
+        told = "group", "index", "finish_reason", "details", "spans", "opened_at", "delivered_at", "source"
         assert [getattr(one, name) for name in told] == [getattr(other, name) for name in told]
         assert (one.images, one.image_starts) == (other.images, other.image_starts)
         assert {name: column.tolist() for name, column in one.token_scores.items()} == {
@@ -44,6 +44,7 @@ def test_a_batch_survives_encoding_with_segments_and_groups_of_any_size():
         spans=(SampleSpan("generate", "w0", 1.5, 2.5, 0, 4, "stop"),),
         opened_at=1.0,
         delivered_at=3.0,
+        source=2,
     )
     batch = TrainingBatch(7, [[make_sample(rng, 2, 3, 1.0), resumed], [], [make_sample(rng, 1, 1, -0.5)]])
     assert_equal(decode(encode(batch)), batch)

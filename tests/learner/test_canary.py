@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april.learner import loop
-from april.learner.trainer import ROUNDING_EVERY, Trainer
+from april.learner.canary import ROUNDING_EVERY
+from april.learner.trainer import Trainer
 from april.weights.canary import CANARY_TOKENS, Canary, canary_tokens
 from april.wire.message import Version
 from tests.support.learner.run_ranks import run_ranks
@@ -94,7 +95,7 @@ def test_rounding_is_measured_again_after_some_versions_and_for_another_text(
         measured.append(model)
         yield
 
-    monkeypatch.setattr("april.learner.trainer.rounded_otherwise", counted)
+    monkeypatch.setattr("april.learner.canary.rounded_otherwise", counted)
     trainer = Trainer(make_config(policy_folder, tmp_path / "run"), torch.device("cpu"))
     for _ in range(ROUNDING_EVERY):
         trainer.canary()

@@ -69,13 +69,14 @@ def test_pieces_have_the_value_and_the_gradient_of_whole_distributions(name, cap
 
 
 def test_a_teacher_that_lacks_ids_of_the_policy_is_refused(policy_folder, tmp_path):
-    config = make_config(policy_folder, tmp_path, teacher=make_policy(tmp_path / "small"))
+    small = make_policy(tmp_path / "small")
+    config = make_config(policy_folder, tmp_path, teacher=small, algorithm={"divergence": "forward_kl"})
     lm, small = (AutoModelForCausalLM.from_pretrained(policy_folder) for _ in range(2))
     small.resize_token_embeddings(20)
     backend = SimpleNamespace(lm=lm, teacher=lambda path: SimpleNamespace(lm=small))
     with pytest.raises(ModelError, match="its head has 20 ids and the policy's 23, so that it says nothing"):
-        Teacher.of(config, backend, PARTS["forward_kl"])
-    assert Teacher.of(Config.model_validate({"model": {"path": "."}, "data": {}}), backend, None) is None
+        Teacher.of(config, backend)
+    assert Teacher.of(Config.model_validate({"model": {"path": "."}, "data": {}}), backend) is None
 
 
 def test_a_policy_teaches_itself_only_where_it_sees_a_hint():
@@ -88,8 +89,11 @@ def test_a_policy_teaches_itself_only_where_it_sees_a_hint():
     def head(micro, inputs_alone=True, kept_head=None):
         return HeadInputs(torch.ones(len(micro.targets), 5), torch.ones(31, 5), 1.0, None)
 
-    teacher = Teacher(head, None, lambda theirs, ours: torch.ones(len(ours)), by_hint=True)
-    found = [micro.divergence(head(micro)).tolist() for micro in teacher.shown(micros)]
+    compared = [(micro, lambda theirs, ours: torch.ones(len(ours))) for micro in micros]
+    shown = Teacher(head, None, by_hint=True).shown([*compared, (micros[0], None)])
+    *shown, alone = shown
+    assert alone is micros[0], "samples whose algorithm has no divergence are not compared"
+    found = [micro.divergence(head(micro)).tolist() for micro in shown]
     assert found == [[0, 0, 1, 1, 1, 1], [0, 0]]
 
 
@@ -100,10 +104,12 @@ def test_a_teacher_s_head_is_copied_once_and_its_tokens_count_in_the_balance_of_
     shown = replace(plain, hinted_prompt=np.arange(20, dtype=np.int32))
     keys = {"divergence": "forward_kl", "hint": "{prompt} It is {label}."}
     trainer = Trainer(make_config(policy_folder, tmp_path / "run", algorithm=keys), torch.device("cpu"))
-    micros = trainer.teacher.shown([pack(samples, trainer.device) for samples in ([plain, shown], [shown], [plain])])
+    (objective,) = trainer.algorithms.objectives
+    packed = [pack(samples, trainer.device) for samples in ([plain, shown], [shown], [plain])]
+    micros = trainer.teacher.shown([(micro, objective.divergence) for micro in packed])
     heads = [micro.divergence.args[1].args[0].weight for micro in micros]
     assert heads[0].data_ptr() != trainer.policy.lm.get_output_embeddings().weight.data_ptr()
     assert all(head is heads[0] for head in heads)
-    costs = [trainer.operations(sample) for sample in (plain, shown)]
+    costs = [trainer.operations(sample, objective) for sample in (plain, shown)]
     assert costs[1] - costs[0] == trainer.backend.cost.of(23, 4) - trainer.backend.cost.of(6, 4)
     assert trainer.prepare(TrainingBatch(0, [[plain, shown]])).operations == sum(costs)

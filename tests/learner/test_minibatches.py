@@ -75,8 +75,9 @@ def test_each_scoring_pass_is_made_once_a_batch_and_a_further_one_is_an_entry_of
     trainer.scorers["teacher"] = trainer.scorers["reference"]
     for model, scorer in trainer.scorers.items():
         trainer.scorers[model] = lambda micros, model=model, scorer=scorer: [made.append(model), *scorer(micros)][1:]
-    loss = trainer.objective.loss
-    monkeypatch.setattr(trainer.objective, "loss", lambda *inputs: [seen.append(inputs[2].scores), loss(*inputs)][1])
+    (only,) = trainer.algorithms.objectives
+    loss = only.loss
+    monkeypatch.setattr(only, "loss", lambda *inputs: [seen.append(inputs[2].scores), loss(*inputs)][1])
     trainer.step(uneven_batch(0, policy_folder))
     assert made == ["policy", "reference", "teacher"] and len(seen) >= 4
     assert all(torch.equal(scores["teacher_logprobs"], scores["reference_logprobs"]) for scores in seen)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from april.learner.batch import TrainingBatch, TrainSample
+from april.learner.batch_metrics import MAX_VERSIONS, version_shares
 from april.learner.diagnostics import BY_AGE, StepTotals
 from april.learner.losses.ranks import Ranks
-from april.learner.objective import MAX_VERSIONS, Objective, token_ages, version_shares
+from april.learner.objective import Objective, token_ages
 from april.learner.trainer import Trainer
 from april.wire.message import Version
 from tests.support.learner.small_learner import SHIPPED, flat_batch, make_config, make_sample, stale_batch

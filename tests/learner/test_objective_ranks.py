@@ -1,11 +1,14 @@
 """On 2 ranks, too, any two of loss, correction and normalisation together, and steps in a row; on 4 ranks each of them
 once."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 
 import pytest
 
+from april.config import Config
+from april.learner.batch import TrainingBatch
 from tests.support.learner.algorithm_cases import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISATIONS
 from tests.support.learner.frozen_weights import FrozenReference, assert_equals, short
 from tests.support.learner.reference import ReferenceLearner
@@ -49,6 +52,8 @@ STEPS = {
     "by the batch": ("bapo", "m2po", {"step_scale": "root_ess"}),
 }
 """Cases with two steps each: the second starts from weights that differ from the initial ones."""
+BY_SOURCE = LOSSES["ppo"] | CORRECTIONS["m2po"] | {"kl_coef": 0.1}, LOSSES["bapo"] | CORRECTIONS["none"]
+"""Algorithms of two sources: one has a reference policy, and each has an input of its own over all ranks."""
 
 
 def test_any_two_choices_occur_together_in_a_case():
@@ -100,8 +105,44 @@ def outcome(request, policy_folder, cases, steps, tmp_path_factory):
     jobs = [job(config, [batch, batch]) for config in steps.values()]
     compare = [cases[case].model_dump(mode="json") for case in chosen]
     jobs.append(job(next(iter(cases.values())), [short(batch)], compare=compare))
-    *of_steps, of_cases = run_ranks(ranks, jobs, tmp_path_factory.mktemp(f"ranks{ranks}"))
-    return dict(zip(steps, of_steps, strict=True)) | dict(zip(chosen, of_cases["outcomes"], strict=True))
+    of_sources = of_two_sources(policy_folder, next(iter(cases.values())).run_dir)
+    jobs.append(job(of_sources, [from_two(batch)], compare=[of_sources.model_dump(mode="json")]))
+    *of_steps, of_cases, apart = run_ranks(ranks, jobs, tmp_path_factory.mktemp(f"ranks{ranks}"))
+    outcomes = dict(zip(steps, of_steps, strict=True)) | dict(zip(chosen, of_cases["outcomes"], strict=True))
+    return outcomes | {"by source": apart["outcomes"][0]}
+
+
+def of_two_sources(policy, folder):
+    """Each source has its algorithm; micro-batches hold two samples or so."""
+    first, second = BY_SOURCE
+    tree = make_config(policy, folder, algorithm=first, grad_clip=1e9, microbatch_tokens=64).model_dump(mode="json")
+    sources = [{"path": "unused.jsonl"}, {"path": "unused.jsonl", "algorithm": second | {"kl_coef": 0.0}}]
+    return Config.model_validate(tree | {"data": {"sources": sources}})
+
+
+def from_two(batch):
+    """The short samples of a batch, with one group of four from the second source."""
+    groups = enumerate(short(batch).groups)
+    return TrainingBatch(batch.step, [[replace(each, source=int(n == 1)) for each in group] for n, group in groups])
+
+
+def test_the_algorithms_of_two_sources_add_up_over_ranks_to_their_references(outcome, policy_folder, tmp_path):
+    metrics, gradients = outcome["by source"]
+    batch, expected, losses = from_two(stale_batch(policy_folder)), {}, 0.0
+    reference = FrozenReference(policy_folder, tmp_path)
+    for source, algorithm in enumerate(BY_SOURCE):
+        groups = [group for group in batch.groups if group[0].source == source]
+        reference.known.clear()
+        config = make_config(policy_folder, tmp_path, algorithm=algorithm)
+        alone = reference.expected(TrainingBatch(batch.step, groups), config)
+        share = len(groups) / len(batch.groups)
+        losses += share * alone.loss
+        expected = {name: expected.get(name, 0) + share * value for name, value in alone.gradients.items()}
+        assert metrics[f"clip_fraction_source_{source}"] == pytest.approx(alone.means["clip_fraction"], abs=1e-6)
+    assert metrics["loss"] == pytest.approx(losses, abs=1e-5)
+    largest = max(value.abs().max().item() for value in expected.values())
+    for name, value in expected.items():
+        assert (gradients[name] - value).abs().max().item() <= 1e-5 * largest, name
 
 
 @pytest.mark.full

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from april.config.checks import check_algorithm
+from april.learner.algorithms import Algorithms
 from april.learner.batch import TrainingBatch
-from april.learner.objective import Objective
 from tests.support.learner.algorithm_cases import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISATIONS
 from tests.support.learner.frozen_weights import FrozenReference, FrozenTrainer, assert_equals, short
 from tests.support.learner.reference import ReferenceLearner
@@ -129,7 +129,7 @@ def test_no_gradient_comes_from_the_prediction_of_an_observation(pair_in_turns):
     batch, seen = TrainingBatch(6, [[sample, replace(sample, reward=sample.reward + 1)]]), []
     config = make_config(pair_in_turns.policy, pair_in_turns.folder, algorithm={"entropy_coef": 0.1})
     trainer = pair_in_turns.trainer
-    trainer.config, trainer.objective = config, Objective(config)
+    trainer.config, trainer.algorithms = config, Algorithms(config)
     hook = trainer.policy.lm.model.norm.register_full_backward_hook(
         lambda module, inputs, outputs: seen.append(outputs[0].detach().clone())
     )

@@ -321,6 +321,7 @@ def group_head(group: Group, context: BrokerContext) -> wire.GroupHead:
     return wire.GroupHead(
         group.id, group.prompt_tokens, samples, history.opened_at, history.delivered_at, number, extra,
         images=list(group.images), hinted=context.prompts.hinted(group.epoch, group.row),
+        source=context.prompts.source_of(group.epoch, group.row),
     )  # fmt: skip
 
 

@@ -61,4 +61,4 @@ class Spans:
 
     def totals(self, column: Tensor) -> Tensor:
         """For each sequence the sum of `column` over the sequence; [K] -> [S]."""
-        return self.lengths.new_zeros(self.lengths.shape).index_add(0, self.index, column)
+        return column.new_zeros(self.lengths.shape).index_add(0, self.index, column)

@@ -1,6 +1,7 @@
 """Figures about a run, shared by the terminal table and the HTML report, and the formatting of numbers."""
 
 from dataclasses import dataclass
+from statistics import fmean
 
 from april.config.stored import held_out_score
 from april.observe.report.run_folder import RunFolder, dig
@@ -83,6 +84,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         ("failed because", run.summary.get("failure") or ""),
         ("steps", steps(run)),
         ("reward, first → last 3", first_to_last_3(run, "reward")),
+        *rewards_of_sources(run),
         ("loss, first → last 3", first_to_last_3(run, "loss")),
         (f"held-out {measure_of(run.evaluation)}, first → last", "" if run.named_evaluations else accuracy(run)),
         *(
@@ -125,6 +127,19 @@ def max_steps(run: RunFolder) -> int | None:
 def first_to_last_3(run: RunFolder, figure: str) -> str:
     """A figure of the first step and its mean over the last three, as summary.json has them."""
     return first_to_last(dig(run.summary, figure, "first"), dig(run.summary, figure, "last3"))
+
+
+def rewards_of_sources(run: RunFolder) -> list[tuple[str, str]]:
+    """The reward of each source of a run with several: of the first batch with it, and the mean of the last three."""
+    found: dict[str, list[float]] = {}
+    for step in run.steps:
+        for name, value in (dig(step, "learner") or {}).items():
+            if name.startswith("reward_source_"):
+                found.setdefault(name.removeprefix("reward_source_"), []).append(value)
+    return [
+        (f"reward of source {source}, first → last 3", first_to_last(values[0], fmean(values[-3:])))
+        for source, values in sorted(found.items(), key=lambda item: int(item[0]))
+    ]
 
 
 def first_to_last(first: float | None, last: float | None) -> str:

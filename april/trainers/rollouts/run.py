@@ -360,6 +360,10 @@ def toml_text(value: Any) -> str:
 
 def check_needs_no_critic(config: Config) -> None:
     """Raises ConfigError for advantages, and a divergence, that only April's learner can compute."""
+    for number, source in enumerate(config.data.sources):
+        if source.algorithm:
+            why = "is for April's learner, and a trainer of yours has its own algorithm"
+            refuse(f"data.sources.{number}.algorithm", source.algorithm, why, "leave it out")
     if divergence := config.algorithm.divergence:
         why = "is from a teacher that April's learner holds, and a trainer of yours has its own, if any"
         refuse("algorithm.divergence", divergence, why, "leave it out")

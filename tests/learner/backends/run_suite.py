@@ -28,7 +28,7 @@ def run(job: dict, device: torch.device) -> dict:
         if trainer.step_count in job["save_after"]:
             trainer.save()
     state = together(checkpoint.sharded_state(trainer.parts))
-    trainer._trained_text = None  # else it is of the first batch that this process has trained
+    trainer.canaries.trained_text = None  # else it is of the first batch that this process has trained
     return {
         "restored": restored,
         "steps": steps,

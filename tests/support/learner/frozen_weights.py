@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from april.config import Config
+from april.learner.algorithms import Algorithms
 from april.learner.batch import TrainingBatch
-from april.learner.objective import Objective
 from april.learner.trainer import Trainer
 from tests.support.learner.reference import ReferenceLearner, StepResult
 from tests.support.learner.small_learner import make_config, settings
@@ -21,7 +21,7 @@ class FrozenTrainer(Trainer):
 
     def gradients(self, batch: TrainingBatch, config: Config) -> tuple[dict, dict]:
         """Metrics and unsharded gradients of a step under `config`. Collective."""
-        self.config, self.objective = config, Objective(config)
+        self.config, self.algorithms = config, Algorithms(config)
         metrics = self.step(batch)
         return metrics, full_gradients(self.policy.lm)
 

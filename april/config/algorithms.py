@@ -1,0 +1,65 @@
+"""The algorithm of each source of prompts: `[algorithm]`, with the keys of the source's own table over it."""
+
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from april.config.section import with_own_keys
+from april.config.sections import Config
+from april.config.training import AlgorithmSection
+from april.util.errors import refuse
+
+OF_THE_RUN = ("preset", "step_scale", "hint")
+"""Keys of `[algorithm]` that no source has of its own: other sections, the optimizer and the broker go by them."""
+
+
+def source_algorithms(config: Config) -> dict[int, AlgorithmSection]:
+    """The algorithms of the sources that have their own, by number of the source. Raises ConfigError."""
+    sources = enumerate(config.data.sources)
+    return {number: own_algorithm(config, number) for number, source in sources if source.algorithm}
+
+
+def algorithms(config: Config) -> list[AlgorithmSection]:
+    """All algorithms of a run: that of `[algorithm]`, then those of sources. Raises ConfigError."""
+    return [config.algorithm, *source_algorithms(config).values()]
+
+
+def divided(config: Config) -> dict[int | None, Config]:
+    """The run's configuration, under None, and of each source that has its own algorithm, by number: that of a run in
+    which all samples have this algorithm. Raises ConfigError."""
+    own = source_algorithms(config)
+    return {None: config} | {number: config.model_copy(update={"algorithm": each}) for number, each in own.items()}
+
+
+def named(config: Config, key: str) -> str:
+    """What a key of `[algorithm]` names, in the first of a run's algorithms in which it names something; "" if in none.
+    Raises ConfigError."""
+    return next(filter(None, (getattr(algorithm, key) for algorithm in algorithms(config))), "")
+
+
+def algorithm_of(config: Config, source: int) -> AlgorithmSection:
+    """The algorithm for samples of a source, by its number. Raises ConfigError."""
+    sources = config.data.sources
+    return own_algorithm(config, source) if sources and sources[source].algorithm else config.algorithm
+
+
+def own_algorithm(config: Config, source: int) -> AlgorithmSection:
+    own, key = config.data.sources[source].algorithm, f"data.sources.{source}.algorithm"
+    if taken := next((name for name in OF_THE_RUN if name in own), ""):
+        refuse(f"{key}.{taken}", own[taken], "is one for the whole run", f"set algorithm.{taken}")
+    tree: dict[str, Any] = config.algorithm.model_dump(mode="json") | own
+    model = cast(
+        type[AlgorithmSection], with_own_keys(Config, {"algorithm": tree}).model_fields["algorithm"].annotation
+    )
+    known = {name: value for name, value in tree.items() if name in own or name in model.model_fields}
+    try:
+        return model.model_validate(known)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            refuse(
+                f"{key}.{name}", first["input"], "is no key of [algorithm]", "docs/reference/configuration.md has them"
+            )
+        why = first["msg"].replace("Input", "is refused: it", 1)
+        refuse(f"{key}.{name}", first["input"], why, "mend it", error)

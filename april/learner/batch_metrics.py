@@ -1,0 +1,69 @@
+"""Figures of a delivered batch, whatever trains it: rewards, tokens, groups, and the policy versions of its tokens."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from april.data.groups import has_spread
+from april.learner.batch import TrainSample, group_forks
+from april.learner.credit import sampled_token_count
+from april.learner.diagnostics import is_repetitive
+from april.learner.turns import turn_metrics
+
+MAX_VERSIONS = 64
+"""Newest policy versions with a `version_share_STEP` of their own, which bounds the number of metrics of a step."""
+BY_SOURCE = ("reward", "samples", "tokens", "groups", "zero_spread_groups", "gradient_groups")
+"""Figures that a run with several sources also has of each."""
+
+
+def batch_metrics(
+    groups: Sequence[list[TrainSample]], with_gradient: Collection[int], turn_reward: str = ""
+) -> dict[str, float]:
+    """`with_gradient`: numbers of the groups with a row that has a gradient; `turn_reward`: the token score that is the
+    reward of turns, if there is one."""
+    samples = [sample for group in groups for sample in group]
+    forks = [group_forks(group) for group in groups]
+    rewards = [[rows[0].reward for rows in group] for group in forks]
+    of_samples = [reward for group in rewards for reward in group]
+    return {
+        **turn_metrics(samples, turn_reward),
+        "reward": float(np.mean(of_samples)) if of_samples else 0.0,
+        "samples": float(len(of_samples)),
+        "tokens": float(sum(sampled_token_count(group) for group in groups)),
+        "groups": float(len(groups)),
+        "zero_spread_groups": float(sum(not has_spread(group) for group in rewards)),
+        "looping_share": sum(is_repetitive(s.tokens[s.prompt_tokens :]) for s in samples) / max(1, len(samples)),
+        "gradient_groups": float(len(with_gradient)),
+        **version_shares(samples),
+    }
+
+
+def metrics_by_source(
+    groups: Sequence[list[TrainSample]], with_gradient: Collection[int], turn_rewards: Sequence[str]
+) -> dict[str, float]:
+    """The figures of each source that a batch has groups of, as NAME_source_S; `turn_rewards`: of each source."""
+    found = dict[str, float]()
+    for source, turn_reward in enumerate(turn_rewards):
+        numbers = [number for number, group in enumerate(groups) if group and group[0].source == source]
+        if numbers:
+            own = [groups[number] for number in numbers]
+            figures = batch_metrics(own, {*numbers} & {*with_gradient}, turn_reward)
+            names = *BY_SOURCE, *(name for name in figures if name.startswith("turn_"))
+            found |= {f"{name}_source_{source}": figures[name] for name in names}
+    return found
+
+
+def version_shares(samples: list[TrainSample]) -> dict[str, float]:
+    """Share of the batch's sampled tokens by policy version, as `version_share_STEP`; 0 to 1.
+
+    Versions older than the newest MAX_VERSIONS are summed in `version_share_older`.
+    """
+    tokens: Counter[int] = Counter()
+    for sample in samples:
+        for start, end, version in sample.segments:
+            tokens[version.step] += end - start
+    shares: defaultdict[str, float] = defaultdict(float)
+    for index, step in enumerate(sorted(tokens, reverse=True)):
+        shares[f"version_share_{step if index < MAX_VERSIONS else 'older'}"] += tokens[step] / tokens.total()
+    return dict(shares)
