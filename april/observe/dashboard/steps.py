@@ -18,6 +18,7 @@ import orjson
 from april.config.stored import is_step
 from april.observe.dashboard.index import GONE, SampleIndex
 from april.observe.dashboard.sample_reader import excerpts
+from april.observe.report.facts import SOURCE_REWARD
 from april.observe.report.run_folder import records_from
 
 SKIPPED_KEYS = ("lanes", "alarms")
@@ -138,6 +139,10 @@ class Steps:
             }
             for step, rollout_s, tokens, train_s in zip(*(column or missing for column in columns), strict=True)
         ]
+        rewards = [name for name in list(self.columns) if name.startswith(f"learner.{SOURCE_REWARD}")]
+        for name, column in self.table(rewards).items():
+            for record, value in zip(records, [] if column is None else column.tolist(), strict=False):
+                record["learner"] |= {} if math.isnan(value) else {name.removeprefix("learner."): value}
         if records:
             records[-1]["engine_gaps"] = dict(self._engine_gaps)
         return records

@@ -7,6 +7,9 @@ from april.config.stored import held_out_score
 from april.observe.report.run_folder import RunFolder, dig
 from april.util.text import counted
 
+SOURCE_REWARD = "reward_source_"
+"""Prefix of the learner's figures that are the mean reward of a source, whose number follows."""
+
 WORST_ENGINES = 3
 """Most workers named in `engine_gaps`, those with the largest gap first."""
 
@@ -134,8 +137,8 @@ def rewards_of_sources(run: RunFolder) -> list[tuple[str, str]]:
     found: dict[str, list[float]] = {}
     for step in run.steps:
         for name, value in (dig(step, "learner") or {}).items():
-            if name.startswith("reward_source_"):
-                found.setdefault(name.removeprefix("reward_source_"), []).append(value)
+            if name.startswith(SOURCE_REWARD):
+                found.setdefault(name.removeprefix(SOURCE_REWARD), []).append(value)
     return [
         (f"reward of source {source}, first → last 3", first_to_last(values[0], fmean(values[-3:])))
         for source, values in sorted(found.items(), key=lambda item: int(item[0]))

@@ -92,10 +92,12 @@ def test_what_steps_keep_in_memory_is_enough_for_the_facts_of_a_run(tmp_path):
             line["engine_gaps"] = {"worker-0": gap, "worker-1": gap | {"age": 1}}
             line["alarms"] = [{"name": "looping", "sentence": f"in step {line['step']}", "page": "docs/watching.md"}]
             line["staleness"]["tokens_by_age"] |= {"7": 5, "9": None, "11": 6}
+            line["learner"] |= {f"reward_source_{line['step'] % 2}": line["step"] / 8}
     (run_dir / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     run, steps = read_run(run_dir), Steps(run_dir)
     steps.follow()
     assert facts(RunFolder(run.path, run.config_text, run.config, steps.records(), run.summary)) == facts(run)
+    assert dict(facts(run))["reward of source 1, first → last 3"] == "0.125 → 0.250"
     assert (
         "learner and engine apart" in dict(facts(run))
         and steps.columns["staleness.tokens_by_age.6"].tolist() == [11] * 4
