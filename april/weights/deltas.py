@@ -13,8 +13,10 @@ compresses better than the new value. Bytes of one significance lie together, fo
 """
 
 import hashlib
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -26,7 +28,8 @@ from april.weights.channel import TensorHead, WeightPart
 from april.weights.snapshot import DTYPES, ReusedBuffers, SnapshotError, clear_padding, layout, unpack, verify
 
 BLOCK_BYTES = 2**24
-"""Most bytes of a block, which bounds the memory of encoding and applying."""
+"""Most bytes of a block, which bounds the memory that a thread takes for encoding and applying."""
+MOST_THREADS = 8
 LEVEL = 1
 """Level of zstd's compression: 3 takes longer and saves nothing here."""
 MOST_SPARSE = 0.5
@@ -54,13 +57,17 @@ class DeltaTensor(msgspec.Struct, array_like=True, frozen=True):
 def delta_pieces(heads: Sequence[TensorHead], new: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> list[bytes]:
     """The bytes of a file of deltas that turn `base` into `new`. A tensor that `base` has not, or has in another shape
     or dtype, is whole."""
-    described, payloads, zstd = [], list[bytes](), zstandard.ZstdCompressor(LEVEL)
-    for head in heads:
-        values, old = words(new[head.name]), words_of_base(head, base)
-        encoded = [encode(values[place], None if old is None else old[place], zstd) for place in blocks(values)]
-        payloads += [payload for _, payload in encoded]
-        sizes = [(form, len(payload)) for form, payload in encoded]
-        described.append(DeltaTensor(head, hashlib.sha256(values.data).hexdigest(), sizes))
+    described, payloads = [], list[bytes]()
+    with threads() as pool:
+        encoding = []
+        for head in heads:
+            values, old = words(new[head.name]), words_of_base(head, base)
+            pieces = [(values[place], None if old is None else old[place]) for place in blocks(values)]
+            encoding.append((head, pool.submit(sha256_of, values), [pool.submit(encode, *piece) for piece in pieces]))
+        for head, digest, encoded in encoding:
+            of_blocks = [block.result() for block in encoded]
+            payloads += [payload for _, payload in of_blocks]
+            described.append(DeltaTensor(head, digest.result(), [(form, len(payload)) for form, payload in of_blocks]))
     header = msgspec.msgpack.encode(described)
     return [LENGTH.pack(len(header)), header, *payloads]
 
@@ -71,7 +78,7 @@ def apply_delta(
     """The tensors that a file of deltas, uint8 [bytes], makes of `base`, which stays as it is. Raises SnapshotError if
     they are not the learner's, or not those of `part`, which comes from who vouches for them if the file itself may be
     anybody's."""
-    content, zstd = memoryview(data.numpy()), zstandard.ZstdDecompressor()
+    content = memoryview(data.numpy())
     try:
         (length,) = LENGTH.unpack(content[: LENGTH.size])
         content = content[LENGTH.size :]
@@ -82,14 +89,20 @@ def apply_delta(
             raise SnapshotError("a delta of weights has other tensors than were announced")
         made = buffers.take(layout(heads)[1])
         tensors = unpack(heads, made)
-        for each in described:
-            values, old = words(tensors[each.head.name]), words_of_base(each.head, base)
-            for place, (form, size) in zip(blocks(values), each.blocks, strict=True):
-                raw = decompressed(zstd, content[:size], values[place])
-                decode(form, raw, None if old is None else old[place], values[place])
-                content = content[size:]
-            if hashlib.sha256(values.data).hexdigest() != each.digest:
-                raise WrongBase(f"tensor {each.head.name} is not the learner's once its delta is applied")
+        with threads() as pool:
+            decoding = []
+            for each in described:
+                values, old = words(tensors[each.head.name]), words_of_base(each.head, base)
+                for place, (form, size) in zip(blocks(values), each.blocks, strict=True):
+                    of_base = None if old is None else old[place]
+                    decoding.append(pool.submit(decode, form, content[:size], of_base, values[place]))
+                    content = content[size:]
+            for block in decoding:
+                block.result()
+            found = pool.map(sha256_of, (words(tensor) for tensor in tensors.values()))
+            for each, digest in zip(described, found, strict=True):
+                if digest != each.digest:
+                    raise WrongBase(f"tensor {each.head.name} is not the learner's once its delta is applied")
     except (struct.error, msgspec.DecodeError, zstandard.ZstdError, ValueError, IndexError, MemoryError) as error:
         raise SnapshotError(f"a delta of weights cannot be read: {error}") from error
     if part:
@@ -98,11 +111,13 @@ def apply_delta(
     return tensors
 
 
-def decompressed(zstd: zstandard.ZstdDecompressor, payload: memoryview, values: np.ndarray) -> bytes:
-    """The content of a block's payload. Raises ValueError if it is longer than any of a block of `values`."""
-    if zstandard.frame_content_size(payload) > values.size * (DISTANCE.itemsize + values.itemsize):
-        raise ValueError("a block is too long")
-    return zstd.decompress(payload)
+def threads() -> ThreadPoolExecutor:
+    """Threads that encode, decode and hash blocks beside each other."""
+    return ThreadPoolExecutor(max(1, min(MOST_THREADS, os.cpu_count() or 1)))
+
+
+def sha256_of(values: np.ndarray) -> str:
+    return hashlib.sha256(values.data).hexdigest()
 
 
 def words(tensor: Tensor) -> np.ndarray:
@@ -122,21 +137,25 @@ def blocks(values: np.ndarray) -> Iterator[slice]:
     return (slice(first, first + each) for first in range(0, values.size, each))
 
 
-def encode(new: np.ndarray, old: np.ndarray | None, zstd: zstandard.ZstdCompressor) -> tuple[str, bytes]:
+def encode(new: np.ndarray, old: np.ndarray | None) -> tuple[str, bytes]:
     """Form and payload of a block."""
+    zstd = zstandard.ZstdCompressor(LEVEL)
     if old is None:
         return WHOLE, zstd.compress(planes(new))
-    changes = new ^ old
-    places = np.flatnonzero(changes)
+    places = np.flatnonzero(new != old)
     if places.size <= MOST_SPARSE * new.size:
         distances = np.diff(places, prepend=0).astype(DISTANCE)
-        return SPARSE, zstd.compress(planes(distances) + planes(changes[places]))
-    candidates = [(XOR, zstd.compress(planes(changes))), (WHOLE, zstd.compress(planes(new)))]
+        return SPARSE, zstd.compress(planes(distances) + planes(new[places] ^ old[places]))
+    candidates = [(XOR, zstd.compress(planes(new ^ old))), (WHOLE, zstd.compress(planes(new)))]
     return min(candidates, key=lambda candidate: len(candidate[1]))
 
 
-def decode(form: str, raw: bytes, old: np.ndarray | None, into: np.ndarray) -> None:
-    """Write the values of a block. Raises ValueError or IndexError for what is no payload of this form and size."""
+def decode(form: str, payload: memoryview, old: np.ndarray | None, into: np.ndarray) -> None:
+    """Write the values of a block. Raises ZstdError, ValueError or IndexError for what is no payload of this form and
+    size."""
+    if zstandard.frame_content_size(payload) > into.size * (DISTANCE.itemsize + into.itemsize):
+        raise ValueError("a block is too long")
+    raw = zstandard.ZstdDecompressor().decompress(payload)
     if form == WHOLE:
         into[:] = from_planes(raw, into.dtype)
     elif old is None:
