@@ -61,8 +61,19 @@ class Parser(argparse.ArgumentParser):
                 model = model_of({})
             if section := next((word for word in self.given if word in model.model_fields), ""):
                 return describe_keys(model, section).lstrip() + "\n"
+            if unknown := self.word_behind_help():
+                known = ", ".join(model.model_fields)
+                self.exit(
+                    2, f"{self.prog}: --help {unknown} names no section of the configuration; use one of {known}\n"
+                )
             self.epilog = OVERRIDES + describe_keys(model)
         return super().format_help()
+
+    def word_behind_help(self) -> str:
+        """The word that follows `--help`; empty if that is another option, a configuration, or nothing."""
+        pairs = zip(self.given, self.given[1:], strict=False)
+        words = (word for option, word in pairs if option in ("-h", "--help"))
+        return next((word for word in words if not word.startswith("-") and not word.endswith(".toml")), "")
 
 
 @dataclass(frozen=True)

@@ -99,28 +99,46 @@ def tool_call(call: Any) -> Message:
 
 
 def check_printed(messages: list[Message], printed: str) -> None:
-    """Check that a rendered prompt says what its canonical messages say: each message's text, in their order, and the
-    texts that are passed to tools.
+    """Check that a rendered prompt says what its canonical messages say: each message's text, in their order and at a
+    place of its own, and the texts that are passed to tools.
 
-    White space does not count, a system message may stand anywhere, and of earlier answers the thoughts may be missing.
-    Raises BadMessages with the message that is missing.
+    White space does not count, a system message may be printed at the place of another one, and of earlier answers the
+    thoughts may be missing. Raises BadMessages with the message that is missing.
     """
-    rest = whole = _squeezed(printed)
-    for number, message in enumerate(messages):
-        is_last, is_system = message is messages[-1], message["role"] == "system"
+    whole, numbered = _squeezed(printed), list(enumerate(messages))
+    missing = _missing(numbered, whole, messages[-1])
+    systems = [each for each in numbered if each[1]["role"] == "system"]
+    if missing and systems:
+        placed = [each for each in numbered if each not in systems]
+        missing = _missing(placed, whole, messages[-1])
+        for system in systems if not missing else ():
+            orders = [[*placed[:at], system, *placed[at:]] for at in range(len(placed) + 1)]
+            placed = next((each for each in orders if not _missing(each, whole, messages[-1])), [])
+            if not placed:
+                missing = f"{_excerpt(''.join(texts_of(system[1])))} of message {system[0]} (role 'system')"
+                break
+    if missing:
+        raise BadMessages(f"the chat template does not print {missing}")
+
+
+def _missing(numbered: list[tuple[int, Message]], whole: str, last: Message) -> str:
+    """The first text of messages that does not stand behind what the messages before it say; empty if all do."""
+    at, starts, ends = 0, list[int](), list[int]()
+    for number, message in numbered:
+        starts.append(at)
         for said in _sayings(message):
-            spellings = _spellings(said, keeps_thoughts=is_last or message["role"] != "assistant")
-            where = whole if is_system else rest
-            ends = [where.find(text) + len(text) for text in spellings if text in where]
-            if not ends:
-                raise BadMessages(
-                    f"the chat template does not print {_excerpt(said)} of message {number} (role {message['role']!r})"
-                )
-            if not is_system:
-                rest = rest[min(ends) :]
+            spellings = _spellings(said, keeps_thoughts=message is last or message["role"] != "assistant")
+            found = [(start + len(text), start) for text in spellings if (start := whole.find(text, at)) >= 0]
+            if not found:
+                return f"{_excerpt(said)} of message {number} (role {message['role']!r})"
+            at, start = min(found)
+            ends += [start] * (len(starts) - len(ends) - 1)
+    ends += [len(whole)] * (len(starts) - len(ends))
+    for (number, message), start, end in zip(numbered, starts, ends, strict=True):
         for said in _arguments(message):
-            if _squeezed(max(PLAIN.findall(said), key=len, default="")) not in whole:
-                raise BadMessages(f"the chat template does not print the argument {_excerpt(said)} of message {number}")
+            if _squeezed(max(PLAIN.findall(said), key=len, default="")) not in whole[start:end]:
+                return f"the argument {_excerpt(said)} of message {number}"
+    return ""
 
 
 def _sayings(message: Message) -> list[str]:

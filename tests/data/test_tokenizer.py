@@ -147,6 +147,8 @@ def test_a_final_answer_is_continued_unless_it_is_to_be_closed(printed):
         ([("user", "1")], "{{ messages[0].role }}", "message 0"),
         ([("user", [{"type": "image"}])], None, "images"),
         ([("user", "first"), ("user", "then")], "{% for m in messages|reverse %}{{ m.content }}{% endfor %}", "'then'"),
+        ([("system", "Be brief."), ("user", "Be brief. 2+2?")], "{{ messages[1].content }}", "message 0"),
+        ([("user", "3"), ("system", "3"), ("user", "33")], "3|33", "message 2"),
     ],
 )  # fmt: skip
 def test_a_row_whose_text_the_template_does_not_print_is_refused_by_name(printed, messages, template, named):
@@ -161,6 +163,10 @@ def test_arguments_of_calls_are_looked_for_however_they_are_escaped(printed):
     assert "77 times" in printed(messages) and "77 times" in printed(messages, twice)
     with pytest.raises(BadRow, match="does not print the argument"):
         printed(messages, ONLY_STRINGS.replace("{{ c.function.arguments | tojson }}", ""))
+    echoed = [*messages, {"role": "tool", "content": 'say "77 times" <b>'}]
+    assert "77 times" in printed(echoed)
+    with pytest.raises(BadRow, match="does not print the argument"):
+        printed(echoed, ONLY_STRINGS.replace("{{ c.function.arguments | tojson }}", ""))
 
 
 def test_a_template_may_drop_thoughts_move_the_system_s_text_and_escape(printed):

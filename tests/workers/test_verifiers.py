@@ -409,8 +409,12 @@ def test_parameters_of_a_custom_verifier_are_matched_by_name_in_any_order(code, 
 
 @pytest.mark.parametrize(
     ("parameters", "unknown"),
-    [("response, ground_truth", "ground_truth"), ("response, label, n", "n"), ("response, answer, reason", "answer")],
-)
+    [
+        ("response, ground_truth", "ground_truth"), ("response, label, n", "n"), ("response, answer, reason", "answer"),
+        ("data_source, solution_str, ground_truth, extra_info=None", "data_source"), ("text, truth, why, more", "more"),
+        ("text, completion, why, **more", "completion"),
+    ],
+)  # fmt: skip
 def test_an_unknown_parameter_is_refused_before_anything_starts(tmp_path, monkeypatch, parameters, unknown):
     """A function with any of April's names is never bound by position."""
     module = f"own_unknown_{unknown}"

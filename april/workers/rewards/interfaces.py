@@ -29,6 +29,8 @@ class Interface(NamedTuple):
 
     single: Callable[[Function], Function]
     group: Callable[[Function], Function] | None = None
+    names: tuple[str, ...] = ()
+    """Parameters by which a function of that framework is recognised: no other function gets them."""
 
 
 def adapted(function: Function, prefix: str, as_group: bool) -> Function:
@@ -230,9 +232,9 @@ def text_only(adapter: Callable[..., Function]) -> Callable[[Function], Function
 
 
 INTERFACES = {
-    "trl:": Interface(trl_verifier, trl_group_verifier),
+    "trl:": Interface(trl_verifier, trl_group_verifier, ("prompts", "completions")),
     "trl_text:": Interface(text_only(trl_verifier), text_only(trl_group_verifier)),
-    "verl:": Interface(verl_verifier),
-    "verifiers:": Interface(verifiers_verifier),
+    "verl:": Interface(verl_verifier, names=("data_source", "solution_str", "ground_truth", "extra_info")),
+    "verifiers:": Interface(verifiers_verifier, names=("completion", "info", "task")),
 }
 """Interface by the prefix of a verifier's name."""

@@ -99,6 +99,7 @@ def positional_and_named(verifier: Verifier, known: Sequence[str]) -> tuple[Sequ
         parameters = inspect.signature(verifier).parameters.values()
     except (TypeError, ValueError):
         return known[:POSITIONAL], []
+    refuse_names_of_others([p.name for p in parameters if p.default is p.empty], known)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         position_only = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         return known[: len(position_only)], list(known[len(position_only) :])
@@ -106,12 +107,24 @@ def positional_and_named(verifier: Verifier, known: Sequence[str]) -> tuple[Sequ
     named = [p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY]
     first = positional[:POSITIONAL]
     foreign = len(first) == POSITIONAL and all(p.default is p.empty and p.name not in known for p in first)
+    if foreign and (more := [p.name for p in positional[POSITIONAL:] if p.default is p.empty and p.name not in known]):
+        raise LookupError(f"its parameter {more[0]!r} is none of {', '.join(known)}; rename it, or give it a default")
     if foreign or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return known[:POSITIONAL], [name for name in named if name not in known[:POSITIONAL]]
     needed = [p.name for p in parameters if p.default is p.empty and p.name not in named]
     if needed:
         raise LookupError(f"its parameter {needed[0]!r} is none of {', '.join(known)}; rename it, or give it a default")
     return [], named
+
+
+def refuse_names_of_others(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise LookupError if parameters are those of another framework's functions, which mean something else."""
+    for prefix, interface in INTERFACES.items():
+        if theirs := [name for name in names if name in interface.names]:
+            raise LookupError(
+                f"its parameter {theirs[0]!r} is of {prefix[:-1]}'s interface: begin the name with {prefix!r}, or name "
+                f"its parameters among {', '.join(known)}"
+            )
 
 
 def arguments_of(item: Item) -> dict[str, Any]:
