@@ -123,21 +123,20 @@ def check_printed(messages: list[Message], printed: str) -> None:
 
 def _missing(numbered: list[tuple[int, Message]], whole: str, last: Message) -> str:
     """The first text of messages that does not stand behind what the messages before it say; empty if all do."""
-    at, starts, ends = 0, list[int](), list[int]()
+    at = 0
     for number, message in numbered:
-        starts.append(at)
+        start = at
         for said in _sayings(message):
             spellings = _spellings(said, keeps_thoughts=message is last or message["role"] != "assistant")
-            found = [(start + len(text), start) for text in spellings if (start := whole.find(text, at)) >= 0]
-            if not found:
+            ends = [found + len(text) for text in spellings if (found := whole.find(text, at)) >= 0]
+            if not ends:
                 return f"{_excerpt(said)} of message {number} (role {message['role']!r})"
-            at, start = min(found)
-            ends += [start] * (len(starts) - len(ends) - 1)
-    ends += [len(whole)] * (len(starts) - len(ends))
-    for (number, message), start, end in zip(numbered, starts, ends, strict=True):
+            at = min(ends)
         for said in _arguments(message):
-            if _squeezed(max(PLAIN.findall(said), key=len, default="")) not in whole[start:end]:
+            plain = _squeezed(max(PLAIN.findall(said), key=len, default=""))
+            if (found := whole.find(plain, start)) < 0:
                 return f"the argument {_excerpt(said)} of message {number}"
+            at = max(at, found + len(plain))
     return ""
 
 

@@ -148,7 +148,7 @@ def test_a_final_answer_is_continued_unless_it_is_to_be_closed(printed):
         ([("user", [{"type": "image"}])], None, "images"),
         ([("user", "first"), ("user", "then")], "{% for m in messages|reverse %}{{ m.content }}{% endfor %}", "'then'"),
         ([("system", "Be brief."), ("user", "Be brief. 2+2?")], "{{ messages[1].content }}", "message 0"),
-        ([("user", "3"), ("system", "3"), ("user", "33")], "3|33", "message 2"),
+        ([("user", "3"), ("system", "3"), ("user", "33")], "3|33", "message 1"),
     ],
 )  # fmt: skip
 def test_a_row_whose_text_the_template_does_not_print_is_refused_by_name(printed, messages, template, named):
@@ -165,7 +165,7 @@ def test_arguments_of_calls_are_looked_for_however_they_are_escaped(printed):
         printed(messages, ONLY_STRINGS.replace("{{ c.function.arguments | tojson }}", ""))
     echoed = [*messages, {"role": "tool", "content": 'say "77 times" <b>'}]
     assert "77 times" in printed(echoed)
-    with pytest.raises(BadRow, match="does not print the argument"):
+    with pytest.raises(BadRow, match="does not print"):
         printed(echoed, ONLY_STRINGS.replace("{{ c.function.arguments | tojson }}", ""))
 
 

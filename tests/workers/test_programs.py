@@ -48,7 +48,7 @@ def test_tests_that_are_only_defined_are_run(name):
     assert reward("pass", DEFINED[name]) == 0.0
 
 
-@pytest.mark.parametrize("named", ["Solution().pair", "Solution.pair"])
+@pytest.mark.parametrize("named", ["Solution().pair", "Solution.pair", "Pairs().pair"])
 @pytest.mark.parametrize(
     "tests",
     [
@@ -59,8 +59,9 @@ def test_tests_that_are_only_defined_are_run(name):
     ids=["check", "pairs", "assertions"],
 )
 def test_a_method_of_a_solution_is_called_by_the_name_that_data_sets_give_it(named, tests):
-    right = "class Solution:\n    def pair(self, of):\n        return of[::-1]"
-    label = {**tests, "entry_point": named, "prompt": ""}
+    owner = named.partition(".")[0].removesuffix("()")
+    right = f"class {owner}:\n    def pair(self, of):\n        return of[::-1]"
+    label = json.loads(json.dumps({**tests, "entry_point": named, "prompt": ""}).replace("Solution()", f"{owner}()"))
     assert (reward(right, label), reward(right.replace("[::-1]", ""), label)) == (1.0, 0.0)
     with pytest.raises(ValueError, match="names 'lambda of: of' as its function"):
         read_label(json.dumps(label | {"entry_point": "lambda of: of"}))
@@ -86,6 +87,7 @@ NOTHING = {
     "empty outputs": ({"inputs": ["1"], "outputs": [""]}, "every expected output is empty"),
     "another object": ({"question": "?"}, "has the keys question"),
     "packed tests": ({"private_test_cases": "eJxrYJmaxQABUz"}, "packed"),
+    "PrimeIntellect's calls": ([{"type": "function_call", "fn_name": "f", "input": [1], "output": 2}], "function_call"),
     "a function without a name": ([{"input": "1", "output": "2", "testtype": "functional"}], "does not name it"),
 }  # fmt: skip
 
@@ -218,6 +220,12 @@ RIGHT = {
         "def f(n):\n    return n", "def f(n): return 1",
         "import pytest\n@pytest.mark.parametrize('n,kind', [(1, ValueError), (2, StopIteration)])\n"
         "def test_f(n, kind):\n    assert f(n) == n"),
+    "a class with the methods of a list": (
+        "class Bag(list):\n    __hash__ = None\n    def __eq__(self, o): return sorted(self) == sorted(o)",
+        "class Bag(list):\n    def append(self, n): pass",
+        "b = Bag()\nb.append(2)\nb.append(1)\nassert b == [1, 2] and 1 in b and len(b) == 2"),
+    "a class of one letter": ("class M:\n    @staticmethod\n    def add(a, b): return a + b",
+                              "class M:\n    @staticmethod\n    def add(a, b): return a", "assert M.add(1, 2) == 3"),
     "JSON that fails": ("import json\ndef f(s):\n    return json.loads(s)", "def f(s): return {}",
                         "import json\ntry:\n    f('{')\n    assert False\nexcept json.JSONDecodeError:\n    pass"),
 }  # fmt: skip

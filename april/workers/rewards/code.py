@@ -45,6 +45,8 @@ class CallTest(NamedTuple):
     wanted: Any
     wrapped: bool = False
     """Whether the result may also be the only element of `wanted`, as in APPS."""
+    owner: str = "Solution"
+    """Class whose method the function may be."""
 
 
 Test = StreamTest | CallTest | LabelPlan
@@ -52,11 +54,12 @@ Test = StreamTest | CallTest | LabelPlan
 # --- labels -----------------------------------------------------------------------------------------------------------
 
 COLUMNS = ("input_output", "public_tests", "private_tests", "generated_tests", "public_test_cases",
-           "private_test_cases", "tests", "test_cases")  # fmt: skip
+           "private_test_cases", "tests", "test_cases", "verification_info")  # fmt: skip
 """Columns of data sets that hold tests in one of the forms."""
 FUNCTION_KEYS = ("fn_name", "func_name", "entry_point")
 FORMS = "JSON with 'inputs' and 'outputs', with 'test' and 'entry_point', or with 'test_list'; or Python tests"
-METHOD = re.compile(r"^Solution(?:\(\))?\.")
+METHOD = re.compile(r"^([A-Za-z_]\w*)(?:\(\))?\.")
+"""Regular expression for a class before its method's name, as in `Solution().add` or `Calculator.add`."""
 CHECK = re.compile(r"^def check\(", re.MULTILINE)
 LONGEST_INT = 4000
 
@@ -95,8 +98,8 @@ def tests_in(content: Any, around: dict) -> Iterator[Test]:
     """Tests of a label's content, or of a part of it. `around`: the object that the part is in."""
     if isinstance(content, str):
         function = function_in(around)
-        if METHOD.match(named_in(around)):
-            called = f"\ncheck(Solution().{function})" if CHECK.search(content) else ""
+        if owner := METHOD.match(named_in(around)):
+            called = f"\ncheck({owner[1]}().{function})" if CHECK.search(content) else ""
             yield plan_of(content + called)
         else:
             yield plan_of(content, around.get("prompt"), function)
@@ -120,8 +123,14 @@ def tests_of_object(content: dict, around: dict) -> Iterator[Test]:
         if one in content and many not in content:
             content = {**content, many: content[one] if isinstance(content[one], list) else [content[one]]}
     outer = {**around, **content}
+    if content.get("type") == "function_call":
+        raise ValueError(
+            "the label's tests are of the type 'function_call', as PrimeIntellect's; give a function's tests as "
+            "'fn_name', 'inputs' with a list of arguments for each call, and 'outputs'"
+        )
     if "inputs" in content or "outputs" in content:
-        yield from pairs_in(content, function_in(outer))
+        owner = METHOD.match(named_in(outer))
+        yield from pairs_in(content, function_in(outer), owner[1] if owner else "Solution")
         return
     found = [name for name in (*COLUMNS, "test", "test_list", "assertions") if content.get(name)]
     if not found:
@@ -141,11 +150,11 @@ def tests_of_object(content: dict, around: dict) -> Iterator[Test]:
 
 
 def function_in(columns: dict) -> str:
-    """Name of the function under test, or of a method of `Solution`; empty without one. Raises ValueError."""
+    """Name of the function under test, or of a class's method; empty without one. Raises ValueError."""
     given = named_in(columns)
     name = METHOD.sub("", given)
     if name and not name.isidentifier():
-        raise ValueError(f"the label names {given[:60]!r} as its function; expected a name, or Solution().NAME")
+        raise ValueError(f"the label names {given[:60]!r} as its function; expected a name, or CLASS().NAME")
     return name
 
 
@@ -161,7 +170,7 @@ def as_list(value: Any) -> list[str]:
     return list(map(str, value)) if isinstance(value, list) else [str(value)] if value else []
 
 
-def pairs_in(content: dict, function: str) -> Iterator[Test]:
+def pairs_in(content: dict, function: str, owner: str) -> Iterator[Test]:
     inputs, outputs = content.get("inputs"), content.get("outputs")
     inputs, outputs = ([each] if isinstance(each, str) else each for each in (inputs, outputs))
     if not isinstance(inputs, list):
@@ -180,7 +189,7 @@ def pairs_in(content: dict, function: str) -> Iterator[Test]:
             if as_lines and isinstance(wanted, str):
                 wanted = literal(wanted, or_text=True)
             try:
-                yield CallTest(function, json.dumps(arguments), wanted, wrapped)
+                yield CallTest(function, json.dumps(arguments), wanted, wrapped, owner)
             except TypeError as error:
                 raise ValueError(f"the label's arguments are no JSON: {error}") from None
         else:
@@ -239,7 +248,7 @@ arguments = json.load(sys.stdin)
 import program
 def plain(value):
     return value.tolist() if hasattr(value, "tolist") else str(value) if hasattr(value, "as_tuple") else list(value)
-function = vars(program).get({name!r}) or getattr(program.Solution(), {name!r})
+function = vars(program).get({name!r}) or getattr(program.{owner}(), {name!r})
 sys.set_int_max_str_digits(0)
 result = json.dumps(function(*arguments), default=plain)
 sys.stdout.flush()
@@ -278,7 +287,7 @@ def passes(program: str, test: Test, rules: RewardRules) -> bool:
     if isinstance(test, StreamTest):
         result = run_limited(program, test.given, rules)
         return result.status == 0 and is_wanted_text(result.output.decode(errors="replace"), test.wanted)
-    result = run_limited(program, test.given, rules, CALL.format(name=test.name, mark=mark))
+    result = run_limited(program, test.given, rules, CALL.format(name=test.name, owner=test.owner, mark=mark))
     _, found, value = result.output.rpartition(mark.encode())
     return result.status == 0 and bool(found) and is_wanted_result(value, test)
 

@@ -7,16 +7,32 @@ that cannot be used are a ValueError that names their shape.
 import ast
 import builtins
 import importlib.util
-import symtable
+import string
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from april.workers.rewards.python_syntax import (
+    PROGRAM_MODULES,
+    Function,
+    blocks_of,
+    called_in,
+    decorators_of,
+    flow,
+    free_names,
+    header_of,
+    is_assertion_call,
+    is_skipped,
+    is_test_class,
+    loads,
+    names_from_program,
+    names_of,
+    operands_of,
+    statements_of,
+    top_level,
+)
 from april.workers.rewards.sandbox_runner import header
-
-PROGRAM_MODULES = ("solution", "program", "main", "submission", "answer")
-"""Names under which Python tests import the program."""
 
 
 class LabelPlan(NamedTuple):
@@ -44,16 +60,30 @@ class LabelPlan(NamedTuple):
 BUILTINS = frozenset(dir(builtins))
 VALUES = frozenset(name for kind in (str, list, dict, set, float, int, bytes, tuple) for name in dir(kind))
 VALUES |= {"shape", "dtype", "ndim", "T", "tolist", "item"}
-"""Attributes of plain values; other attributes show that a value is an object of the program."""
+VALUES -= {
+    "add",
+    "append",
+    "appendleft",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popleft",
+    "remove",
+    "sort",
+    "update",
+}
+"""Attributes of plain values that do not change them; others show that a value is an object of the program."""
 WRAPPERS = {"list", "tuple", "set", "sorted", "len", "abs", "round", "isinstance", "next", "dict", "str", "repr",
             "bool"}  # fmt: skip
 LIBRARIES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "nx": "networkx", "scipy": "scipy",
              "networkx": "networkx", "sympy": "sympy", "torch": "torch", "pytest": "pytest"}  # fmt: skip
 """Modules that tests use without an import, by the names that they give them; no program's object stands for one."""
-SWALLOWED = {"AssertionError", "Exception", "BaseException"}
+SINGLE_LETTERS = frozenset(string.ascii_uppercase)
+"""Names that the module `re` has for its flags, and a program for its classes."""
 UNREACHABLE = {"capsys", "monkeypatch", "mocker", "tmp_path", "patch", "redirect_stdout", "redirect_stderr"}
 """Names that show that a test replaces something in the program's process, or reads what it prints there."""
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def plan_of(source: str, prompt: Any = None, entry_point: str = "") -> LabelPlan:
@@ -90,7 +120,7 @@ class LabelReader:
         free = free_names(source) - (free_names(prompt, bound=True) - {entry_point}) - self.imported
         self.free = free - ({"candidate"} if entry_point else set())
         modules = self.free & sys.stdlib_module_names
-        found = header(self.free - BUILTINS - modules)
+        found = header(self.free - BUILTINS - modules - SINGLE_LETTERS)
         self.standard = modules | found.keys()
         self.names = {name for name in self.free if name not in BUILTINS and name not in self.standard}
         self.values = {name: names_of(value) for name, value in self.assigned.items()}
@@ -223,7 +253,7 @@ class LabelReader:
 
     def classes(self) -> set[str]:
         """The program's capitalised names that are called for objects: an attribute of the result is used that no
-        plain value has, or `isinstance` is asked for it."""
+        plain value has, or that changes it, `isinstance` is asked for it, or an operator joins two of its results."""
         candidates = {name for name in self.names | self.imported if name[0].isupper()}
         made: dict[str, set[str]] = {}
         for node in self.nodes:
@@ -233,9 +263,18 @@ class LabelReader:
         found = set()
         for node in self.nodes:
             if isinstance(node, ast.Attribute) and node.attr not in VALUES:
-                found |= made.get(ast.unparse(node.value), set())
-                if isinstance(node.value, ast.Call):
-                    found |= called_in(node.value) & candidates
+                base = node.value
+                while isinstance(base, ast.Subscript):
+                    base = base.value
+                found |= made.get(ast.unparse(base), set())
+                if isinstance(base, ast.Call):
+                    found |= called_in(base) & candidates
+            if isinstance(node, ast.BinOp):
+                left, right = (
+                    called_in(side) & candidates or made.get(ast.unparse(side), set())
+                    for side in (node.left, node.right)
+                )
+                found |= left & right
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance" and len(node.args) == 2:
                 found |= loads(node.args[1]) & candidates
         return found
@@ -350,151 +389,3 @@ def refuse_module(name: str) -> None:
     if top not in PROGRAM_MODULES and top not in sys.stdlib_module_names and importlib.util.find_spec(top) is None:
         known = ", ".join(PROGRAM_MODULES)
         raise ValueError(f"the label imports {top}, which is not installed; the program itself is one of {known}")
-
-
-# --- syntax -----------------------------------------------------------------------------------------------------------
-
-
-def loads(node: ast.AST) -> set[str]:
-    return {each.id for each in names_of(node) if isinstance(each.ctx, ast.Load)}
-
-
-def names_of(node: ast.AST) -> list[ast.Name]:
-    return [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-
-
-def decorators_of(node: Function | ast.ClassDef) -> str:
-    return " ".join(map(ast.unparse, node.decorator_list))
-
-
-def called_in(node: ast.AST) -> set[str]:
-    return {each.func.id for each in ast.walk(node) if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)}
-
-
-def free_names(source: str, bound: bool = False) -> set[str]:
-    """Names that a module uses and does not bind; with `bound`, those that it binds instead."""
-    used, assigned, tables = set(), set(), [symtable.symtable(source, "label", "exec")]
-    while tables:
-        table = tables.pop()
-        tables += table.get_children()
-        for symbol in table.get_symbols():
-            if table.get_type() == "module" or symbol.is_global():
-                used |= {symbol.get_name()} if symbol.is_referenced() else set()
-                assigned |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
-    return assigned if bound else used - assigned
-
-
-def statements_of(node: ast.stmt, any_method: bool = False) -> list[ast.stmt]:
-    """Statements of a function; of a class, those of its methods, if it has a test or any is asked for."""
-    if isinstance(node, Function):
-        return node.body
-    methods = [each for each in getattr(node, "body", []) if isinstance(each, Function) and not is_skipped(each)]
-    run = any_method or any(method.name.startswith("test") for method in methods)
-    return [statement for method in methods for statement in method.body] if run else []
-
-
-def names_from_program(node: ast.AST) -> set[str]:
-    """Names that an import of the program binds."""
-    if isinstance(node, ast.ImportFrom) and node.module in PROGRAM_MODULES:
-        return {alias.asname or alias.name for alias in node.names} - {"*"}
-    if isinstance(node, ast.Import):
-        return {alias.asname or alias.name for alias in node.names if alias.name in PROGRAM_MODULES}
-    return set()
-
-
-def flow(node: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
-    """(expressions, what they are assigned to or may change) of a node."""
-    if isinstance(node, ast.Assign):
-        return [node.value], list(node.targets)
-    if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-        return [node.value] if node.value else [], [node.target]
-    if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        return [node.iter], [node.target]
-    if isinstance(node, ast.Try | ast.If | ast.While):
-        return [node], [each for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
-    if isinstance(node, ast.withitem):
-        return [node.context_expr], [node.optional_vars] if node.optional_vars else []
-    if isinstance(node, ast.Call):
-        given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-        return [node.func, *given], [each for each in (*given, *receiver) if isinstance(each, ast.Name)]
-    return [], []
-
-
-def operands_of(node: ast.AST) -> list[ast.expr]:
-    """What an assertion compares."""
-    if isinstance(node, ast.Call):
-        return node.args if is_assertion_call(node) else []
-    if not isinstance(node, ast.Assert):
-        return []
-    test = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
-    if isinstance(test, ast.BoolOp):
-        return [each for value in test.values for each in operands_of(ast.Assert(value))]
-    return [test.left, *test.comparators] if isinstance(test, ast.Compare) else [test]
-
-
-def is_assertion_call(call: ast.Call) -> bool:
-    """Whether a call is an assertion of unittest, pytest or numpy, or ends the test with a status."""
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    return name.startswith(("assert", "fail")) or name == "raises"
-
-
-def is_test_class(node: ast.ClassDef) -> bool:
-    of_unittest = any(ast.unparse(base).endswith("TestCase") for base in node.bases)
-    return (of_unittest or node.name.startswith("Test")) and not is_skipped(node)
-
-
-def is_skipped(node: Function | ast.ClassDef) -> bool:
-    return any("skip" in ast.unparse(each) for each in node.decorator_list)
-
-
-def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that are certainly executed: those of a module, and below `if __name__ == "__main__"`."""
-    for node in body:
-        if isinstance(node, ast.If) and "__name__" in loads(node.test):
-            yield from top_level(node.body)
-        else:
-            yield node
-
-
-def header_of(node: ast.stmt) -> ast.AST:
-    """The expressions of a statement, without the statements in it."""
-    inner = {"body", "orelse", "finalbody", "handlers", "cases"}
-    parts = [value for name, value in ast.iter_fields(node) if name not in inner]
-    flat = [each for part in parts for each in (part if isinstance(part, list) else [part])]
-    items = [each.context_expr if isinstance(each, ast.withitem) else each for each in flat]
-    return ast.Tuple([each for each in items if isinstance(each, ast.expr)], ast.Load())
-
-
-def blocks_of(node: ast.stmt, tree: ast.Module) -> list[list[ast.stmt]]:
-    """Statements within a statement that may be executed, and whose failed assertions are not caught in it."""
-    if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Constant) and not node.test.value:
-        return [node.orelse]
-    if isinstance(node, ast.For | ast.AsyncFor) and is_empty(node.iter, tree):
-        return [node.orelse]
-    if isinstance(node, ast.With) and any("suppress(" in ast.unparse(item.context_expr) for item in node.items):
-        return []
-    if isinstance(node, ast.Try | ast.TryStar):
-        caught = any(catches_assertions(handler) for handler in node.handlers)
-        blocks = [] if caught else [node.body]
-        return [*blocks, *(handler.body for handler in node.handlers), node.orelse, node.finalbody]
-    if isinstance(node, ast.Match):
-        return [case.body for case in node.cases]
-    return [block for name in ("body", "orelse") if isinstance(block := getattr(node, name, None), list)]
-
-
-def is_empty(node: ast.expr, tree: ast.Module) -> bool:
-    """Whether an expression is an empty literal, or a name that is only ever bound to one."""
-    if isinstance(node, ast.Name):
-        values = [each.value for each in ast.walk(tree) if isinstance(each, ast.Assign)
-                  and any(getattr(target, "id", "") == node.id for target in each.targets)]  # fmt: skip
-        uses = sum(isinstance(each, ast.Name) and each.id == node.id for each in ast.walk(tree))
-        return len(values) == 1 and uses == 2 and not isinstance(values[0], ast.Name) and is_empty(values[0], tree)
-    elements = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [node])
-    return not elements
-
-
-def catches_assertions(handler: ast.ExceptHandler) -> bool:
-    named = ast.unparse(handler.type).strip("()").split(", ") if handler.type else SWALLOWED
-    kinds = {each.split(".")[-1] for each in named}
-    return bool(kinds & SWALLOWED) and not any(isinstance(each, ast.Raise) for each in ast.walk(handler))
