@@ -38,8 +38,9 @@ Scores = Mapping[int, np.ndarray]
 """Log-probabilities and entropies, float32 [2, K], of the K sampled tokens of rows of a batch, by index of the row."""
 
 
-def schema(token_scores: bool = False):
-    """Columns of a file of samples; `token_scores`: whether any sample has token scores, a column of its own."""
+def schema(token_scores: bool = False, sources: bool = False):
+    """Columns of a file of samples; `token_scores`, `sources`: whether any sample has token scores, or the number of
+    its source, a column each."""
     import pyarrow as arrow
 
     ids, figures = arrow.list_(arrow.int32()), arrow.list_(arrow.float32())
@@ -51,7 +52,8 @@ def schema(token_scores: bool = False):
     span += [*stretch, ("how", arrow.string())]
     chunk = [("end", arrow.int32()), ("at", arrow.float64())]
     column = [("name", arrow.string()), ("values", figures)]
-    scores = {"token_scores": arrow.list_(arrow.struct(column))} if token_scores else {}
+    optional = {"token_scores": arrow.list_(arrow.struct(column))} if token_scores else {}
+    optional |= {"source": arrow.int32()} if sources else {}
     return arrow.schema(
         {
             "step": arrow.int32(),
@@ -89,7 +91,7 @@ def schema(token_scores: bool = False):
             "chunks": arrow.list_(arrow.struct(chunk)),
             "stays": arrow.list_(arrow.struct(span)),
         }
-        | scores
+        | optional
     )
 
 
@@ -141,6 +143,7 @@ class SampleWriter:
         tokenizer = self._tokenizer()
         rewards = [[sample.reward for sample in group] for group in batch.groups]
         kept = set(chosen_groups(rewards, self.section.groups, f"{self.seed} {batch.step}"))
+        several_sources = any(sample.source for sample in batch.samples)
         rows, row_index = [], 0
         for number, group in enumerate(batch.groups):
             for index, sample in enumerate(group):
@@ -148,6 +151,7 @@ class SampleWriter:
                     advantage = float(advantages[row_index])
                     row = describe(sample, (scores or {}).get(row_index), tokenizer) | {
                         "group": sample.group if sample.group >= 0 else number,
+                        **({"source": sample.source} if several_sources else {}),
                         "index": sample.index if sample.index >= 0 else index,
                         "advantage": advantage,
                         "trained": row_index in scores if scores is not None else advantage != 0 and not nonfinite,
@@ -175,7 +179,7 @@ class SampleWriter:
             for row in of_step:
                 row["images"] = [keep_picture(self.folder / PICTURES, png) for png in row["images"]]
             path = self.folder / f"step_{number:06d}.parquet"
-            columns = schema(any("token_scores" in row for row in of_step))
+            columns = schema(*(any(name in row for row in of_step) for name in ("token_scores", "source")))
             table = arrow.Table.from_pylist([row | {"step": number} for row in of_step], schema=columns)
             if number <= step and path.exists():
                 table = arrow.concat_tables([without_held_out(path), table], promote_options="default")

@@ -130,7 +130,7 @@ def test_the_page_says_what_each_column_is():
     page = (Path(__file__).parents[2] / "docs/start/report.md").read_text()
     table = page.partition("| column | meaning |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|([^|]+)\|", table, re.M)))) == sorted(
-        samples.schema(token_scores=True).names
+        samples.schema(token_scores=True, sources=True).names
     )
 
 
@@ -140,6 +140,7 @@ def test_discarded_samples_are_stored_with_their_reason_and_without_an_invented_
     assert dead["reward"] is None and (sibling["reward"], sibling["error"]) == (0.5, "")
     for row in (dead, sibling):
         assert (row["group"], row["trained"], row["advantage"], row["learner_logprobs"]) == (1000, False, None, None)
+        assert "source" not in row, "all are of one source"
         assert (row["delivered_at"], row["discarded_at"]) == (None, 19.0)
     assert cli.main(["samples", str(lived.config.run_dir), "--step", "3", "--group", "1000"]) == 0
     assert "reward –  advantage – (no gradient)" in capsys.readouterr().out
@@ -153,10 +154,12 @@ def test_images_are_kept_beside_the_samples_until_no_step_names_them(policy_fold
     )
     for step in range(4):
         own, common = b"only of step %d" % step * 1000, b"of all steps"
-        batch = TrainingBatch(step, [[replace(sample, images=(common, own)), replace(sample, images=(common,))]])
+        group = [replace(sample, images=(common, own), source=1), replace(sample, images=(common,))]
+        batch = TrainingBatch(step, [group])
         writer.keep(batch, np.zeros(2), None)
         writer.finish()
         rows = read_step(writer.folder.parent, step + 1)
+        assert [row["source"] for row in rows] == [1, 0]
         assert [row["images"] for row in rows] == [[name_of(common), name_of(own)], [name_of(common)]]
     kept = {path.stem: path.read_bytes() for path in (writer.folder / "images").iterdir()}
     assert all(name_of(content) == name for name, content in kept.items()) and len(kept) == 5
