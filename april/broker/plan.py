@@ -11,6 +11,7 @@ from april.broker.ledger.samples import Sample
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import LEDGER_ATTRIBUTES, Schedule, ScheduleFailed
 from april.config import Config, ConfigError, ScheduleSection
+from april.config.algorithms import used_algorithms
 from april.config.section import section_with
 from april.config.training import AlgorithmSection
 
@@ -113,16 +114,23 @@ def describe_plan(section: ScheduleSection) -> str:
     return f"{plan}\n      {describe_cap(section)}"
 
 
+def corrects_staleness(algorithm: AlgorithmSection) -> bool:
+    """Whether the loss accounts for tokens of earlier policies."""
+    return bool(algorithm.corrections or algorithm.behaviour_coef or algorithm.proximal == "interpolated")
+
+
 def advice(config: Config) -> str:
     """A warning if the run may train stale tokens without a correction for them; otherwise empty."""
-    schedule, algorithm, default = config.schedule, config.algorithm, AlgorithmSection()
+    schedule, default = config.schedule, AlgorithmSection()
     outlive = SCHEDULES.find(schedule.kind).groups_outlive_a_round(schedule)
     stale = schedule.max_staleness and (outlive or schedule.overlap)
-    if not stale or algorithm.corrections or algorithm.behaviour_coef or algorithm.proximal == "interpolated":
+    bare = [table for table, each in used_algorithms(config).items() if not corrects_staleness(each)]
+    if not stale or not bare:
         return ""
-    key = f"preset = {algorithm.preset!r}" if algorithm.preset else "corrections = []"
+    preset = config.algorithm.preset if bare[0] == "algorithm" else ""
+    key = f"preset = {preset!r}" if preset else "corrections = []"
     return (
-        f"algorithm.{key} corrects no stale token, and some may be up to {schedule.max_staleness} policy steps old; "
+        f"{bare[0]}.{key} corrects no stale token, and some may be up to {schedule.max_staleness} policy steps old; "
         f"the default is algorithm.proximal = {default.proximal!r}, "
         f"algorithm.corrections = {list(default.corrections)}, algorithm.behaviour_coef = {default.behaviour_coef:g}"
     )

@@ -16,6 +16,7 @@ from april.broker.ledger.events import Event, EventArray, PromptSubmitted
 from april.broker.ledger.ledger import Ledger
 from april.broker.samplers.draws import SampledOrder, draws_in_order
 from april.config import Config, ConfigError, ScheduleSection
+from april.config.algorithms import algorithm_of
 from april.config.data import EvaluationSet
 from april.config.teachers import teacher_of
 from april.data.dataset import Dataset, load_dataset
@@ -63,6 +64,9 @@ class PromptBook:
         self._config, self.seed = config, config.seed
         self._teachers = [teacher_of(config, source) for source in range(max(1, len(data.sources)))]
         """Names of the sources' teachers."""
+        shown = [bool(algorithm_of(config, source).divergence) for source in range(len(self._teachers))]
+        self._hints = [config.algorithm.hint if is_shown else "" for is_shown in shown]
+        """The text with the hint, by source; "" where the policy does not teach itself."""
         self.encoded = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
         """Token ids of a row by its number, or None if it cannot be drawn; cached for the next epoch."""
         self._has_lost_hints = False
@@ -195,7 +199,7 @@ class PromptBook:
     def _encode_row(self, number: int) -> bytes | None:
         try:
             tokens = self._encode(self.rows, self.rows[number])
-            self.encode_hinted(self.rows[number])
+            self.encode_hinted(self.rows[number], self.rows.source_of(number))
         except BadRow as error:
             if number not in self.untokenisable:
                 self._last_refusal = str(error)
@@ -212,22 +216,24 @@ class PromptBook:
         return tokens
 
     def hinted(self, epoch: int, position: int) -> bytes:
-        """Token ids, int32, of the prompt under which the policy teaches itself; empty without `algorithm.hint`, and
-        for a row that had room for its hint when it was drawn and has none now."""
+        """Token ids, int32, of the prompt under which the policy teaches itself; empty without `algorithm.hint`, for
+        a source whose algorithm has no divergence, and for a row that had room for its hint when it was drawn and has
+        none now."""
         try:
-            return self.encode_hinted(self.row(epoch, position))
+            return self.encode_hinted(self.row(epoch, position), self.source_of(epoch, position))
         except BadRow as error:
             if not self._has_lost_hints:
                 log.warning("position %d of epoch %d is trained without its hint: %s", position, epoch, error)
             self._has_lost_hints = True
             return b""
 
-    def encode_hinted(self, row: DatasetRow) -> bytes:
-        """Raises BadRow, also for a prompt that leaves no room for a response in the context."""
-        config = self._config
-        if not config.algorithm.hint:
+    def encode_hinted(self, row: DatasetRow, source: int) -> bytes:
+        """`source`: number of the row's source. Raises BadRow, also for a prompt that leaves no room for a response in
+        the context."""
+        config, hint = self._config, self._hints[source]
+        if not hint:
             return b""
-        prompt = hinted_prompt(row, config.algorithm.hint)
+        prompt = hinted_prompt(row, hint)
         tokens = self.tokenizer.encode_row(prompt, **config.data.prompt_options)
         if config.context_tokens and len(tokens) + config.sampling.max_response_tokens > config.context_tokens:
             raise BadRow(

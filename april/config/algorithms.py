@@ -31,10 +31,29 @@ def divided(config: Config) -> dict[int | None, Config]:
     return {None: config} | {number: config.model_copy(update={"algorithm": each}) for number, each in own.items()}
 
 
+def told_of_source(number: int | None, sentence: str) -> str:
+    """A sentence that refuses a key of `[algorithm]`, for the algorithm of the source with this number; None: of the
+    run."""
+    return sentence if number is None else f"[algorithm] of data.sources.{number}: {sentence}"
+
+
+def used_algorithms(config: Config) -> dict[str, AlgorithmSection]:
+    """The algorithms that samples are trained with, by the key of their table. Raises ConfigError."""
+    own = source_algorithms(config)
+    of_run = {} if config.data.sources and len(own) == len(config.data.sources) else {"algorithm": config.algorithm}
+    return of_run | {f"data.sources.{number}.algorithm": each for number, each in own.items()}
+
+
+def naming(config: Config, key: str) -> tuple[str, str]:
+    """What a key of `[algorithm]` names, after the whole key, in the first algorithm in use in which it names
+    something; ("", "") if in none. Raises ConfigError."""
+    found = ((f"{table}.{key}", getattr(each, key)) for table, each in used_algorithms(config).items())
+    return next((pair for pair in found if pair[1]), ("", ""))
+
+
 def named(config: Config, key: str) -> str:
-    """What a key of `[algorithm]` names, in the first of a run's algorithms in which it names something; "" if in none.
-    Raises ConfigError."""
-    return next(filter(None, (getattr(algorithm, key) for algorithm in algorithms(config))), "")
+    """What `naming` finds, without the whole key."""
+    return naming(config, key)[1]
 
 
 def algorithm_of(config: Config, source: int) -> AlgorithmSection:
@@ -48,9 +67,8 @@ def own_algorithm(config: Config, source: int) -> AlgorithmSection:
     if taken := next((name for name in OF_THE_RUN if name in own), ""):
         refuse(f"{key}.{taken}", own[taken], "is one for the whole run", f"set algorithm.{taken}")
     tree: dict[str, Any] = config.algorithm.model_dump(mode="json") | own
-    model = cast(
-        type[AlgorithmSection], with_own_keys(Config, {"algorithm": tree}).model_fields["algorithm"].annotation
-    )
+    extended = with_own_keys(Config, {"algorithm": tree}, config.own_parts.__contains__)
+    model = cast(type[AlgorithmSection], extended.model_fields["algorithm"].annotation)
     known = {name: value for name, value in tree.items() if name in own or name in model.model_fields}
     try:
         return model.model_validate(known)

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from april.config.addresses import check_addresses, check_listening, check_store_url
 from april.config.advantages import check_advantage, check_critic, needs_norms, needs_values
-from april.config.algorithms import divided
+from april.config.algorithms import divided, told_of_source
 from april.config.broker import BrokerSection
 from april.config.data import DataSection, check_evaluation, check_set_paths
 from april.config.rewards import check_reward
@@ -215,19 +215,20 @@ def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
 def check_algorithms(config: Config, imported: bool = False) -> None:
     """Refuse keys of `[algorithm]`, or of a source's own algorithm, that do not fit together or with other sections."""
     configs = divided(config)
+    if len(configs) > 1 and config.data.source == "submitted":
+        why = "brings prompts of no source, and data.sources have algorithms of their own"
+        refuse("data.source", "submitted", why, "leave one of them out")
     for number, each in configs.items():
         try:
             check_names(each)
             check_algorithm(each.algorithm, imported)
             check_critic(each, imported)
             check_advantage(each, imported)
+            if len(configs) > 1 and (needs_values(each.algorithm, imported) or needs_norms(each.algorithm, imported)):
+                why = "takes a whole batch, and the algorithms of data.sources divide it"
+                refuse("algorithm.advantage", each.algorithm.advantage, why, "use one algorithm, or another advantage")
         except ConfigError as error:
-            if number is None:
-                raise
-            raise ConfigError(f"[algorithm] of data.sources.{number}: {error}") from None
-        if len(configs) > 1 and (needs_values(each.algorithm, imported) or needs_norms(each.algorithm, imported)):
-            why = "takes a whole batch, and the algorithms of data.sources divide it"
-            refuse("algorithm.advantage", each.algorithm.advantage, why, "use one algorithm, or another advantage")
+            raise ConfigError(told_of_source(number, str(error))) from None
 
 
 def check_leases(broker: BrokerSection) -> None:

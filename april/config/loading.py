@@ -359,7 +359,7 @@ def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
 def validate(tree: dict[str, Any], own_parts: Collection[str] = tuple(REGISTRIES)) -> Config:
     model = model_of(tree, own_parts)
     try:
-        return model.model_validate(tree)
+        return model.model_validate(tree).importing(own_parts)
     except ValidationError as error:
         raise ConfigError(error_sentence(error.errors()[0], model)) from None
 

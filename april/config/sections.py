@@ -1,11 +1,12 @@
 """The configuration of a run: its sections, and what follows from their keys alone."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tomli_w
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from april.config.broker import IPC, BrokerSection, OperationsSection, SecuritySection, WeightsSection
@@ -27,7 +28,7 @@ from april.config.workers import (
     WorkerSection,
 )
 from april.util.files import read_whole, retried
-from april.util.registry import registry_of
+from april.util.registry import REGISTRIES, registry_of
 from april.util.text import masked
 from april.wire.security.keys import RUN_KEYS
 
@@ -114,6 +115,18 @@ class Config(Section):
     operations: OperationsSection = OperationsSection()
     devices: DevicesSection = DevicesSection()
     launch: LaunchSection = LaunchSection()
+    _own_parts: frozenset[str] = PrivateAttr(frozenset(REGISTRIES))
+
+    def importing(self, own_parts: Collection[str]) -> Self:
+        """The configuration for a process that imports the user's own parts of these keys (section.field) only."""
+        copy = self.model_copy()
+        copy._own_parts = frozenset(own_parts)
+        return copy
+
+    @property
+    def own_parts(self) -> frozenset[str]:
+        """Keys (section.field) whose user-defined parts this process imports."""
+        return self._own_parts
 
     @model_validator(mode="before")
     @classmethod
@@ -242,7 +255,8 @@ class Config(Section):
         sft, algorithm = self.sft, self.algorithm
         whole_rows = sft.max_tokens if algorithm.normalisation == "constant" else None
         by_epochs = self.data.epochs and "max_steps" not in self.schedule.model_fields_set
-        sources = [source.model_copy(update={"algorithm": {}}) for source in self.data.sources]
+        no_teaching = {"hint_key": "", "teacher": ""}
+        sources = [source.model_copy(update=no_teaching | {"algorithm": {}}) for source in self.data.sources]
         schedule = ScheduleSection(
             rollout_batch_size=sft.batch_size,
             n_samples_per_prompt=1,
@@ -255,7 +269,7 @@ class Config(Section):
                     advantage="no_baseline", loss="cross_entropy", corrections=(), behaviour_coef=0.0,
                     normalisation=algorithm.normalisation, constant_tokens=algorithm.constant_tokens or whole_rows,
                 ),
-                "data": self.data.model_copy(update={"sources": sources}),
+                "data": self.data.model_copy(update={"sources": sources, "hint_key": ""}),
                 "schedule": schedule,
                 "sampling": SamplingSection(max_response_tokens=1),
                 "critic": CriticSection(),

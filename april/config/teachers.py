@@ -2,7 +2,7 @@
 
 import re
 
-from april.config.algorithms import algorithm_of, named
+from april.config.algorithms import algorithm_of, named, naming
 from april.config.sections import Config
 from april.config.workers import TeacherSection
 from april.util.errors import refuse
@@ -23,30 +23,36 @@ def check_teachers(config: Config) -> None:
     if asked and config.agent.is_set:
         refuse("teacher", sorted(config.teacher), "is for samples without agents", "leave out [agent] or [teacher]")
     for number, source in enumerate(config.data.sources):
+        key, asks = f"data.sources.{number}", asks_teacher(config, number)
         if source.teacher and source.teacher not in config.teacher:
             known = ", ".join(sorted(config.teacher)) or "none is"
-            refuse(f"data.sources.{number}.teacher", source.teacher, "is no [teacher.NAME]", f"configured: {known}")
-        if not source.teacher and len(config.teacher) > 1:
+            refuse(f"{key}.teacher", source.teacher, "is no [teacher.NAME]", f"configured: {known}")
+        if source.teacher and not asks:
+            why = "is never asked, since the algorithm of this source does not distil"
+            refuse(f"{key}.teacher", source.teacher, why, f"leave it out, or set {key}.algorithm.distillation")
+        if asks and not source.teacher and len(config.teacher) > 1:
             fix = f"name one of {sorted(config.teacher)}"
-            refuse(f"data.sources.{number}.teacher", "", "leaves the teacher open", fix)
+            refuse(f"{key}.teacher", "", "leaves the teacher open", fix)
     if len(config.teacher) > 1 and not config.data.sources:
         refuse("teacher", sorted(config.teacher), "has several for one source", "name one for each of data.sources")
     check_held_teacher(config)
     check_hint(config)
-    if (distillation := named(config, "distillation")) and not asked:
-        fix = "add a [teacher.NAME] that scorers ask"
-        refuse("algorithm.distillation", distillation, "has no teacher", fix)
-    for key in ("distillation", "divergence"):
-        name = named(config, key)
+    if idle := sorted({*asked} - {teacher_of(config, source) for source in range(max(1, len(config.data.sources)))}):
+        why = "is a teacher that is never asked: no source that distils has it"
+        refuse("teacher", idle[0], why, "leave it out, or name it as teacher of a source whose algorithm distils")
+    key, name = naming(config, "distillation")
+    if name and not asked:
+        refuse(key, name, "has no teacher", "add a [teacher.NAME] that scorers ask")
+    for key, name in (naming(config, "distillation"), naming(config, "divergence")):
         if name and config.sampling.is_cut:
             why = "compares whole distributions, and sampling.top_k, top_p or min_p cuts the policy's"
-            refuse(f"algorithm.{key}", name, why, "leave those out")
+            refuse(key, name, why, "leave those out")
 
 
 def check_held_teacher(config: Config) -> None:
     """Refuse a teacher held by the learner that is no model folder, that does nothing or is one of several, and a
     divergence without one."""
-    divergence = named(config, "divergence")
+    divergence_key, divergence = naming(config, "divergence")
     for name, teacher in config.teacher.items():
         key = f"teacher.{name}"
         if teacher.where == "scorer":
@@ -61,7 +67,7 @@ def check_held_teacher(config: Config) -> None:
             refuse(f"{key}.where", teacher.where, "teaches nothing", "set algorithm.divergence")
     if divergence and held_teacher(config) is None and not config.algorithm.hint:
         fix = "add a [teacher.NAME] with where = 'learner', or set algorithm.hint"
-        refuse("algorithm.divergence", divergence, "has no teacher that the learner holds", fix)
+        refuse(divergence_key, divergence, "has no teacher that the learner holds", fix)
 
 
 def check_hint(config: Config) -> None:
@@ -83,7 +89,8 @@ def check_hint(config: Config) -> None:
     unknown = sorted({*re.findall(r"(?<![\w}])\{[a-z_]+\}", hint)} - {"{prompt}", "{label}", "{hint}"})
     if unknown:
         refuse(key, hint, f"names {unknown[0]}, which no row has", "write {prompt}, {label} or {hint}")
-    lacking = [str(source.path) for source in data.train_sources if not source.hint_key]
+    taught = [source for number, source in enumerate(data.train_sources) if algorithm_of(config, number).divergence]
+    lacking = [str(source.path) for source in taught if not source.hint_key]
     if "{hint}" in hint and lacking:
         refuse(key, hint, f"has a {{hint}}, and nothing says which field of {lacking[0]} it is", "set data.hint_key")
     if not named(config, "divergence"):
@@ -103,12 +110,16 @@ def held_teacher(config: Config) -> TeacherSection | None:
     return next((teacher for teacher in config.teacher.values() if teacher.where == "learner"), None)
 
 
+def asks_teacher(config: Config, source: int) -> bool:
+    """Whether samples of a training source, by its number, are for a teacher that scorers ask: where sources have
+    algorithms of their own, if that of the source distils."""
+    has_own = any(each.algorithm for each in config.data.sources)
+    return not has_own or bool(algorithm_of(config, source).distillation)
+
+
 def teacher_of(config: Config, source: int) -> str:
-    """Name of the teacher that scorers ask for the samples of a training source, by its number; "" without one, and
-    where sources have algorithms of their own, for one whose algorithm does not distil."""
-    if held_teacher(config):
+    """Name of the teacher that scorers ask for the samples of a training source, by its number; "" without one."""
+    if held_teacher(config) or not asks_teacher(config, source):
         return ""
     sources = config.data.sources
-    if any(each.algorithm for each in sources) and not algorithm_of(config, source).distillation:
-        return ""
     return (sources[source].teacher if sources else "") or next(iter(config.teacher), "")

@@ -30,7 +30,7 @@ from april.broker.schedules import SCHEDULES
 from april.broker.telemetry.sinks import check_sinks
 from april.config import Config, ConfigError, ScheduleSection, SourceSection
 from april.config.advantages import needs_values
-from april.config.algorithms import algorithms, divided
+from april.config.algorithms import algorithms, divided, told_of_source
 from april.config.checks import (
     check_algorithms,
     check_engine,
@@ -120,8 +120,10 @@ def check_run(
     if not config.is_shipped("schedule.kind"):
         run_check(check_own_schedule, config.schedule)
     if run_check(check_learner_parts, config) and has_learner:
-        for each in divided(config).values():
+        for number, each in divided(config).items():
+            before = len(found.errors)
             try_part(try_objective, each, found, bool(devices) and config.learner.device != "cpu")
+            found.errors[before:] = [told_of_source(number, sentence) for sentence in found.errors[before:]]
     backend = run_check(installed_backend, config) if has_learner else None
     kind = run_check(SCHEDULES.find, config.schedule.kind)
     entry = run_check(BACKENDS.find, config.learner.backend) if has_learner else None

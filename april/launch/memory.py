@@ -11,7 +11,7 @@ from typing import Any
 from april.broker.header import StoredTensor, tensors_of
 from april.config import Config
 from april.config.advantages import needs_values
-from april.config.algorithms import algorithms, named
+from april.config.algorithms import named, used_algorithms
 from april.config.teachers import held_teacher
 from april.config.training import check_base, layers_to_adapt
 from april.launch.devices import memory_here
@@ -203,7 +203,7 @@ def states_bytes(config: Config, shape: ModelShape) -> float:
 
 def has_reference(config: Config) -> bool:
     """Whether the learner holds a second copy of the starting policy."""
-    pulled = any(algorithm.kl_coef for algorithm in algorithms(config)) or config.critic.kl_coef
+    pulled = any(algorithm.kl_coef for algorithm in used_algorithms(config).values()) or config.critic.kl_coef
     return bool(pulled) and not config.lora.base_is_frozen
 
 

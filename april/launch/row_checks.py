@@ -35,20 +35,21 @@ class InspectedRow(NamedTuple):
     """int32 [P]: token ids of the row's prompt; empty for an agent's task."""
 
 
-def rows_of(dataset: Dataset, sources: Sequence[SourceSection]) -> Iterable[tuple[str, DatasetRow]]:
-    """(location, row) of the first rows and the last row."""
+def rows_of(dataset: Dataset, sources: Sequence[SourceSection]) -> Iterable[tuple[str, int, DatasetRow]]:
+    """(location, number of the source, row) of the first rows and the last row."""
     numbers = list(range(min(len(dataset), FIRST_ROWS))) + ([len(dataset) - 1] if len(dataset) > FIRST_ROWS else [])
     return located(dataset, sources, numbers)
 
 
 def located(
     dataset: Dataset, sources: Sequence[SourceSection], numbers: Iterable[int]
-) -> Iterator[tuple[str, DatasetRow]]:
-    """(location, row) of the rows with these numbers. A location counts the source's valid rows, from 1."""
+) -> Iterator[tuple[str, int, DatasetRow]]:
+    """(location, number of the source, row) of the rows with these numbers. A location counts the source's valid rows,
+    from 1."""
     starts = np.cumsum([0, *dataset.counts])
     for number in numbers:
         source = int(np.searchsorted(starts, number, side="right")) - 1
-        yield f"{sources[source].named()}, row {number - starts[source] + 1}", dataset[number]
+        yield f"{sources[source].named()}, row {number - starts[source] + 1}", source, dataset[number]
 
 
 def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: bool = False) -> list[InspectedRow]:
@@ -65,13 +66,13 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
     ]
     located_rows = [*((book.rows, *row) for row in rows_of(book.rows, data.train_sources)), *held_out]
     rows, refused, looked_at = [], [], len(located_rows)
-    for dataset, where, row in located_rows:
+    for dataset, where, source, row in located_rows:
         try:
             tokens = np.zeros(0, np.int32)
             if not config.agent.is_set:
                 tokens = book.encode(dataset, row)
             if dataset is book.rows:
-                book.encode_hinted(row)
+                book.encode_hinted(row, source)
             rows.append(InspectedRow(where, row, tokens))
         except BadRow as error:
             refused.append(f"{where}: {error}")
@@ -80,14 +81,14 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
     further = (
         (rows, *each) for rows, sources in sets for each in located(rows, sources, range(FIRST_ROWS, len(rows) - 1))
     )
-    for dataset, where, row in () if config.agent.is_set else further:
+    for dataset, where, source, row in () if config.agent.is_set else further:
         if time.monotonic() > deadline:
             break
         looked_at += 1
         try:
             book.encode(dataset, row)
             if dataset is book.rows:
-                book.encode_hinted(row)
+                book.encode_hinted(row, source)
         except BadRow as error:
             refused.append(f"{where}: {error}")
     if not tokenizer.eos_token_ids | {*config.sampling.stop_token_ids}:

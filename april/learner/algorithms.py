@@ -32,13 +32,18 @@ class Algorithms:
         numbers = {source: number for number, source in enumerate(configs)}
         self.of_source = [numbers.get(source, 0) for source in range(max(1, len(config.data.sources)))]
         """Number of the objective of each source."""
-        self.passes = list(dict.fromkeys(scoring for each in self.objectives for scoring in each.passes))
-        """The scoring passes of any objective."""
+        used = [self.objectives[number] for number in sorted({*self.of_source})]
+        self.passes = list(dict.fromkeys(scoring for each in used for scoring in each.passes))
+        """The scoring passes of any objective that trains samples."""
+        turn_rewards = {self.objectives[number].section.turn_reward for number in self.of_source}
+        self.turn_reward = turn_rewards.pop() if len(turn_rewards) == 1 else ""
+        """The token score that is the reward of turns in all sources; "" if it is another in some, whose figures are
+        those by source then."""
 
     def prepare(self, batch: TrainingBatch) -> Prepared:
         """Advantages, token weights, minibatches and metrics of a batch; a pure function of batch and configuration."""
         of_groups = [self.of_source[group[0].source] if group else 0 for group in batch.groups]
-        prepared = self.joined(batch, of_groups) if any(of_groups) else self.objectives[0].prepare(batch)
+        prepared = self.joined(batch, of_groups) if any(self.of_source) else self.objectives[0].prepare(batch)
         if len(self.of_source) > 1:
             turn_rewards = [self.objectives[number].section.turn_reward for number in self.of_source]
             with_gradient = groups_of_rows(batch, prepared.batch_indices)
@@ -72,7 +77,7 @@ class Algorithms:
             [minibatch for part in parts for minibatch in part.minibatches],
             batch_advantages,
             [],
-            batch_metrics(batch.groups, groups_of_rows(batch, indices)),
+            batch_metrics(batch.groups, groups_of_rows(batch, indices), self.turn_reward),
             by_token if any(part.token_advantages is not None for part in parts) else None,
             objectives,
         )

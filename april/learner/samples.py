@@ -102,6 +102,7 @@ class SampleWriter:
     def __init__(self, config: Config):
         self.section, self.seed, self.model = config.samples, config.seed, config.model.path
         self.folder = config.run_dir / "samples"
+        self.several_sources = len(config.data.sources) > 1
         self.tokenizer: Tokenizer | None = None
         self.works = importlib.util.find_spec("pyarrow") is not None
         self._writing: Future[None] | None = None
@@ -143,7 +144,6 @@ class SampleWriter:
         tokenizer = self._tokenizer()
         rewards = [[sample.reward for sample in group] for group in batch.groups]
         kept = set(chosen_groups(rewards, self.section.groups, f"{self.seed} {batch.step}"))
-        several_sources = any(sample.source for sample in batch.samples)
         rows, row_index = [], 0
         for number, group in enumerate(batch.groups):
             for index, sample in enumerate(group):
@@ -151,7 +151,7 @@ class SampleWriter:
                     advantage = float(advantages[row_index])
                     row = describe(sample, (scores or {}).get(row_index), tokenizer) | {
                         "group": sample.group if sample.group >= 0 else number,
-                        **({"source": sample.source} if several_sources else {}),
+                        **({"source": sample.source} if self.several_sources else {}),
                         "index": sample.index if sample.index >= 0 else index,
                         "advantage": advantage,
                         "trained": row_index in scores if scores is not None else advantage != 0 and not nonfinite,

@@ -443,6 +443,12 @@ def test_a_prompt_has_a_hint_beside_it_unless_that_leaves_no_room_for_a_response
     longer = configuration.load(config_file, [*words, "--algorithm.hint", "{hint}{prompt}" + "1" * 1000])
     with pytest.raises(JournalError, match=r"key 'algorithm.hint' was "):
         check_header(make_header(config, book), make_header(longer, book))
+    sources = f'[{{path = "{path}"}}, {{path = "{path}", algorithm = {{divergence = ""}}}}]'
+    of_two = ["--data.path", "none", "--data.sources", sources, *words[4:], "--algorithm.hint", "{label}{prompt}"]
+    config = configuration.load(config_file, of_two)
+    inspect_rows(config, divided := PromptBook(config), Findings())
+    hinted = {(divided.source_of(0, place), bool(divided.hinted(0, place))) for place in range(4)}
+    assert hinted == {(0, True), (1, False)} and not divided.counts()["bad_rows"]
     plain = PromptBook(configuration.load(config_file, ["--data.path", str(path)]))
     assert plain.hinted(epoch, position) == b"" and plain.fingerprint != book.fingerprint
 

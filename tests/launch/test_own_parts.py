@@ -161,6 +161,12 @@ def test_a_good_part_passes(errors):
     assert errors("algorithm.loss", "good") == ""
 
 
+def test_a_loss_of_a_source_that_cannot_work_is_refused_with_the_source(errors, config_file):
+    source = f'{{path = "{configuration.load(config_file).data.path}", algorithm = {{loss = "own_parts:scalar"}}}}'
+    text = errors("algorithm.loss", "good", "--data.path", "none", "--data.sources", f"[{source}]")
+    assert text.startswith("[algorithm] of data.sources.0: key 'algorithm.loss' = 'own_parts:scalar' returned")
+
+
 def test_an_engine_is_tried_with_the_tables_of_its_section(errors):
     words = "--engine.server", '{mem = 0.5, deep = {tokens = [7], "a b" = "x"}}'
     assert errors("worker.engine", "Tabled", *words) == ""

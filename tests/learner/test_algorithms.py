@@ -108,6 +108,19 @@ def test_the_parts_of_a_batch_add_up_to_the_documented_sum_and_each_is_as_alone(
     assert prepared.metrics["tokens_source_1"] == 10 and prepared.metrics["reward_source_1"] == 0.5
 
 
+def test_rewards_of_turns_have_the_same_figures_in_every_batch():
+    batch = batch_of(np.random.default_rng(1))
+    figures = {}
+    for run, own in (("", "big"), ("big", "big")):
+        algorithms = Algorithms(made({**PPO, "turn_reward": run}, {**PPO, "turn_reward": own}), SingleRank())
+        for groups in (batch.groups, batch.groups[:1]):
+            names = {name for name in algorithms.prepare(TrainingBatch(0, groups)).metrics if "turn_reward" in name}
+            figures.setdefault((run, own), []).append(names)
+    known = {"turn_reward", "turn_rewards_known"}
+    first, second = ({f"{name}_source_{source}" for name in known} for source in (0, 1))
+    assert figures == {("", "big"): [second, set()], ("big", "big"): [known | first | second, known | first]}
+
+
 def test_a_part_counts_by_its_share_of_each_minibatch():
     batch = batch_of(np.random.default_rng(1))
     algorithms = Algorithms(made({**PPO, "normalisation": "sequence_mean"}, DISTILLED, minibatches=2), SingleRank())

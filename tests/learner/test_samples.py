@@ -13,6 +13,7 @@ from msgspec.structs import astuple
 
 from april import cli, runs, wire
 from april.config import ConfigError
+from april.config.data import DataSection
 from april.data.groups import chosen_groups
 from april.data.images import name_of
 from april.learner import loop, samples
@@ -146,10 +147,13 @@ def test_discarded_samples_are_stored_with_their_reason_and_without_an_invented_
     assert "reward –  advantage – (no gradient)" in capsys.readouterr().out
 
 
+TWO_SOURCES = DataSection(sources=[{"path": "a.jsonl"}, {"path": "b.jsonl"}])
+
+
 def test_images_are_kept_beside_the_samples_until_no_step_names_them(policy_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "Tokenizer", Letters)
     writer, sample = (
-        samples.SampleWriter(make_config(policy_folder, tmp_path)),
+        samples.SampleWriter(make_config(policy_folder, tmp_path).model_copy(update={"data": TWO_SOURCES})),
         make_sample(np.random.default_rng(0), 2, 3, 1.0),
     )
     for step in range(4):

@@ -84,7 +84,10 @@ class ConversationBook:
         orders = [divmod(position, self.rows_per_epoch) for position in positions]
         numbers = [int(self.rows.order(self.config.seed, epoch)[position]) for epoch, position in orders]
         found = [(number, self._usable(number)) for number in numbers]
-        return TrainingBatch(step, [[as_sample(row, number, step)] for number, row in found if row is not None])
+        source_of = self.rows.source_of
+        return TrainingBatch(
+            step, [[as_sample(row, number, step, source_of(number))] for number, row in found if row is not None]
+        )
 
     def held_out_batch(self) -> TrainingBatch:
         """The held-out rows, those of each set as one group; rows that are too long are left out and counted. Raises
@@ -130,7 +133,7 @@ class ConversationBook:
         return None
 
 
-def as_sample(row: Conversation, number: int, step: int) -> TrainSample:
+def as_sample(row: Conversation, number: int, step: int, source: int = 0) -> TrainSample:
     """A row as a sample whose trained tokens count as sampled by weights `step`, with the reward 1. What follows the
     last of them predicts nothing, and is left out."""
     trained = np.flatnonzero(row.is_trained)
@@ -138,7 +141,9 @@ def as_sample(row: Conversation, number: int, step: int) -> TrainSample:
     edges = np.flatnonzero(np.diff(row.is_trained[first:end].astype(np.int8), prepend=0, append=0)).tolist()
     segments = tuple((start, stop, Version(0, step)) for start, stop in list(pairwise(edges))[::2])
     logprobs = np.zeros(end - first, np.float32)
-    return TrainSample(row.tokens[:end], first, logprobs, 1.0, segments, group=number, index=0, finish_reason="stop")
+    return TrainSample(
+        row.tokens[:end], first, logprobs, 1.0, segments, group=number, index=0, finish_reason="stop", source=source
+    )
 
 
 class ConversationSource:

@@ -91,7 +91,7 @@ def inspect_conversations(config: Config, book: ConversationBook, found: Finding
     deadline, lengths, trained = time.monotonic() + patience_s, list[int](), 0
     too_long, refused, endless = list[str](), list[str](), list[str]()
     ends_turn = book.encoder.tokenizer.eos_token_ids
-    for where, row in located(book.rows, config.data.train_sources, range(len(book.rows))):
+    for where, _, row in located(book.rows, config.data.train_sources, range(len(book.rows))):
         if time.monotonic() > deadline:
             break
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from april.config import Config
-from april.config.algorithms import named
+from april.config.algorithms import naming
 from april.learner.optimizers import check_optimizer
 from april.util.errors import refuse
 
@@ -89,10 +89,11 @@ class BackendEntry:
             if key == "pipeline_parallel" and each > 1:
                 ranks, whole = ranks // each, f"the {ranks // each} ranks of each of learner.pipeline_parallel = {each}"
         check_context(config, cls.divides_rows)
-        if (divergence := named(config, "divergence")) and not cls.holds_teachers:
+        key, divergence = naming(config, "divergence")
+        if divergence and not cls.holds_teachers:
             why = f"needs a teacher, which learner.backend = {config.learner.backend!r} does not hold"
             fix = "leave it out, or use the default back end"
-            refuse("algorithm.divergence", divergence, why, fix)
+            refuse(key, divergence, why, fix)
 
     @classmethod
     def installed_version(cls) -> str:

@@ -3,6 +3,7 @@
 Worker events are read from the file on request.
 """
 
+import logging
 import math
 import threading
 import time
@@ -21,6 +22,8 @@ from april.observe.dashboard.sample_reader import excerpts
 from april.observe.report.facts import SOURCE_REWARD
 from april.observe.report.run_folder import records_from
 
+log = logging.getLogger(__name__)
+
 SKIPPED_KEYS = ("lanes", "alarms")
 """Keys of a step's record in metrics.jsonl that have no columns."""
 HISTOGRAMS = ("trained_histogram", "created_histogram")
@@ -28,7 +31,9 @@ HISTOGRAMS = ("trained_histogram", "created_histogram")
 OLDEST_AGE = 6
 """Age in policy steps from which tokens are counted together."""
 MAX_COLUMNS = 256
-"""Most columns that are figures of their own, and as many of histograms' bins."""
+"""Most columns that are figures of the run, and as many figures of its sources, and bins of histograms."""
+OF_SOURCE = "_source_"
+"""Part of the names of figures of one source."""
 VERSION_SHARE = "version_share_"
 """Prefix of keys that name a policy version, skipped because they would add a column per step."""
 
@@ -83,8 +88,8 @@ class Steps:
         self._line_offsets: array[int] = array("q")
         """Byte offset in the file of each row's line."""
         self._offset = self._lines = 0
-        self._rooms = {False: MAX_COLUMNS, True: MAX_COLUMNS}
-        """Number of further columns that are figures of their own, or bins."""
+        self._rooms = {"bins": MAX_COLUMNS, "figures of sources": MAX_COLUMNS, "figures": MAX_COLUMNS}
+        """Number of further columns by kind; -1 once one was left out."""
 
     def _add(self, record: dict[str, Any], line_offset: int) -> None:
         step = record["step"]
@@ -97,9 +102,15 @@ class Steps:
         self._line_offsets[row] = line_offset
         for name, value in figures(record):
             if name not in self.columns:
-                if self._rooms[is_bin(name)] == 0:
+                kind = "bins" if is_bin(name) else "figures of sources" if OF_SOURCE in name else "figures"
+                if self._rooms[kind] == 0:
+                    log.warning(
+                        "%s: %s and further %s have no columns: they are over %d", self.path, name, kind, MAX_COLUMNS
+                    )
+                if self._rooms[kind] >= 0:
+                    self._rooms[kind] -= 1
+                if self._rooms[kind] < 0:
                     continue
-                self._rooms[is_bin(name)] -= 1
                 self.columns[name] = array("d", [math.nan]) * len(self._line_offsets)
             self.columns[name][row] = value
         self.alarms.pop(step, None)

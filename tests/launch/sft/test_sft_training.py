@@ -125,6 +125,16 @@ def test_loss_and_gradient_of_a_packed_batch_are_those_of_transformers(one_rank,
     assert metrics["tokens"] == sum(sample.sampled_tokens for sample in batch.samples)
 
 
+def test_rows_are_of_their_source_and_fields_of_hints_are_not_read(configured, inputs):
+    sources = ", ".join(f'{{path = "{inputs}/{name}.jsonl", hint_key = "solution"}}' for name in ("train", "heldout"))
+    config = configured("--data.path", "none", "--data.sources", f"[{sources}]", "--data.hint_key", "solution")
+    book = ConversationBook(config)
+    found = [
+        (sample.source, book.rows.source_of(sample.group)) for step in range(4) for sample in book.batch(step).samples
+    ]
+    assert {source for source, _ in found} == {0, 1} and all(source == of_row for source, of_row in found)
+
+
 def test_the_held_out_loss_is_that_of_transformers(one_rank, configured, inputs):
     config = configured()
     samples = ConversationBook(config).held_out_batch().groups[0]

@@ -106,6 +106,16 @@ def test_what_steps_keep_in_memory_is_enough_for_the_facts_of_a_run(tmp_path):
     assert not any("histogram" in name for name in steps.figure_names)
 
 
+def test_figures_of_many_sources_take_no_room_from_those_of_the_run(tmp_path, caplog):
+    of_sources = {f"entropy_source_{number}": 0.5 for number in range(300)}
+    record = {"step": 1, "learner": of_sources | {"train_s": 2.0}}
+    (tmp_path / "metrics.jsonl").write_bytes(orjson.dumps(record) + b"\n")
+    steps = Steps(tmp_path)
+    steps.follow()
+    assert steps.columns["learner.train_s"].tolist() == [2.0] and len(steps.columns) == 2 + 256
+    assert [found.getMessage().count("learner.entropy_source_256") for found in caplog.records] == [1]
+
+
 def test_a_window_s_first_workers_are_drawn_and_all_are_counted(tmp_path):
     steps = Steps(write_run(tmp_path / "demo", steps=20, workers=5))
     steps.follow()
