@@ -146,6 +146,8 @@ class ChannelManifest(Message):
     """How to merge the tensors, if they are an adapter's; None if they are complete weights."""
     delta_to: DeltaBase | None = None
     """Weights to which the parts come as deltas; None: they come whole."""
+    may_follow: bool = False
+    """Whether the next version may be a delta to this one, so that the worker should keep it."""
 
 
 class ChannelPosted(Message):
@@ -221,6 +223,8 @@ class WeightChannel:
     """Digest of the acknowledged version, if the worker keeps it."""
     was_delta: bool = False
     """Whether the last transfer was a delta."""
+    sent_bytes: int = 0
+    """Bytes of weights that rank 0 has sent in the last transfer."""
     inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
     """Received messages of the channel: ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed."""
 

@@ -13,10 +13,8 @@ compresses better than the new value. Bytes of one significance lie together, fo
 """
 
 import hashlib
-import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -25,11 +23,19 @@ import zstandard
 from torch import Tensor
 
 from april.weights.channel import TensorHead, WeightPart
-from april.weights.snapshot import DTYPES, ReusedBuffers, SnapshotError, clear_padding, layout, unpack, verify
+from april.weights.snapshot import (
+    DTYPES,
+    ReusedBuffers,
+    SnapshotError,
+    clear_padding,
+    layout,
+    on_threads,
+    unpack,
+    verify,
+)
 
 BLOCK_BYTES = 2**24
 """Most bytes of a block, which bounds the memory that a thread takes for encoding and applying."""
-MOST_THREADS = 8
 LEVEL = 1
 """Level of zstd's compression: 3 takes longer and saves nothing here."""
 MOST_SPARSE = 0.5
@@ -58,12 +64,12 @@ def delta_pieces(heads: Sequence[TensorHead], new: Mapping[str, Tensor], base: M
     """The bytes of a file of deltas that turn `base` into `new`. A tensor that `base` has not, or has in another shape
     or dtype, is whole."""
     described, payloads = [], list[bytes]()
-    with threads() as pool:
+    with on_threads() as submit:
         encoding = []
         for head in heads:
             values, old = words(new[head.name]), words_of_base(head, base)
             pieces = [(values[place], None if old is None else old[place]) for place in blocks(values)]
-            encoding.append((head, pool.submit(sha256_of, values), [pool.submit(encode, *piece) for piece in pieces]))
+            encoding.append((head, submit(sha256_of, values), [submit(encode, *piece) for piece in pieces]))
         for head, digest, encoded in encoding:
             of_blocks = [block.result() for block in encoded]
             payloads += [payload for _, payload in of_blocks]
@@ -89,18 +95,19 @@ def apply_delta(
             raise SnapshotError("a delta of weights has other tensors than were announced")
         made = buffers.take(layout(heads)[1])
         tensors = unpack(heads, made)
-        with threads() as pool:
+        with on_threads() as submit:
             decoding = []
             for each in described:
                 values, old = words(tensors[each.head.name]), words_of_base(each.head, base)
                 for place, (form, size) in zip(blocks(values), each.blocks, strict=True):
                     of_base = None if old is None else old[place]
-                    decoding.append(pool.submit(decode, form, content[:size], of_base, values[place]))
+                    decoding.append(submit(decode, form, content[:size], of_base, values[place]))
                     content = content[size:]
             for block in decoding:
                 block.result()
-            found = pool.map(sha256_of, (words(tensor) for tensor in tensors.values()))
-            for each, digest in zip(described, found, strict=True):
+            found = [submit(sha256_of, words(tensor)) for tensor in tensors.values()]
+            for each, made_digest in zip(described, found, strict=True):
+                digest = made_digest.result()
                 if digest != each.digest:
                     raise WrongBase(f"tensor {each.head.name} is not the learner's once its delta is applied")
     except (struct.error, msgspec.DecodeError, zstandard.ZstdError, ValueError, IndexError, MemoryError) as error:
@@ -109,11 +116,6 @@ def apply_delta(
         clear_padding(heads, made)
         verify(made, part.digest)
     return tensors
-
-
-def threads() -> ThreadPoolExecutor:
-    """Threads that encode, decode and hash blocks beside each other."""
-    return ThreadPoolExecutor(max(1, min(MOST_THREADS, os.cpu_count() or 1)))
 
 
 def sha256_of(values: np.ndarray) -> str:

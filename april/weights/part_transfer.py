@@ -1,14 +1,17 @@
 """How one part of a version goes over a link of a weight channel: whole or, to a worker that keeps the version before,
-as what has changed in it since (`deltas.py`). A link carries a delta as its length, uint64, and its bytes.
+as what has changed in it since (`deltas.py`). A link carries a delta as its length, uint64, and its bytes; after a
+length of 0 the part comes whole.
 
 sent = bases.followed_by(part)                          # on the learner, for each version
+prepare_delta(sent)                                     # while no deadline runs
 send_part(link, sent, bucket_bytes, deadline, as_delta=True)
 tensors = receive_delta(link, part, bucket_bytes, base, buffers, deadline)          # in the worker
 """
 
+import logging
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +32,11 @@ from april.weights.snapshot import (
 )
 from april.weights.transports import Link
 
+log = logging.getLogger(__name__)
+
 LENGTH = struct.Struct("<Q")
+NONE = torch.empty(0, dtype=torch.uint8)
+"""In place of a delta: there is none."""
 SPARE_BYTES = 2**20
 """How much longer a delta may be than its part: it has a header, and what does not compress gets a little longer."""
 
@@ -39,22 +46,30 @@ SPARE_BYTES = 2**20
 
 class PartDelta:
     """What has changed in a part since the version before. It is computed when the first link needs it, and then lies
-    ready for all."""
+    ready for all. The base is kept until then, or until it is released."""
 
     def __init__(self, base: Snapshot):
         self.base = DeltaBase(base.version, joint_digest(base.parts))
         self._old: Snapshot | None = base
-        self._encoded = torch.empty(0, dtype=torch.uint8)
+        self._encoded = NONE
         self._encoding = threading.Lock()
 
     def encoded(self, part: Snapshot) -> Tensor:
-        """The delta that turns the base into `part`, uint8 [bytes]."""
+        """The delta that turns the base into `part`, uint8 [bytes]; `NONE` if it would be longer than the part, or the
+        base is released."""
         with self._encoding:
             if self._old:
                 old = unpack(self._old.heads, self._old.data)
                 content = bytearray().join(delta_pieces(part.heads, unpack(part.heads, part.data), old))
-                self._encoded, self._old = torch.frombuffer(content, dtype=torch.uint8), None
+                shorter = len(content) < part.data.numel()
+                self._encoded, self._old = torch.frombuffer(content, dtype=torch.uint8) if shorter else NONE, None
         return self._encoded
+
+    def release(self) -> None:
+        """Drop the base if nobody has needed the delta yet: whoever does from now on gets the part whole."""
+        if self._encoding.acquire(blocking=False):  # otherwise it is being computed, and then dropped
+            self._old = None
+            self._encoding.release()
 
 
 @dataclass(frozen=True)
@@ -71,13 +86,37 @@ class DeltaBases:
         """`delta`: `weights.delta`."""
         self.are_kept = delta != "off"
         self._last: Snapshot | None = None
+        self._delta: PartDelta | None = None
 
-    def followed_by(self, part: Snapshot) -> Snapshot:
-        """This rank's part of the next version, with its delta. An adapter has none, since it is small."""
+    def followed_by(self, part: Snapshot, channels: Iterable[WeightChannel] | None = None) -> Snapshot:
+        """This rank's part of the next version, with its delta unless none of `channels` may take it (None: they are
+        not known). An adapter has none, since it is small."""
         last, self._last = self._last, part if self.are_kept and not part.adapter else None
+        self._delta = None
         if last is None or self._last is None or last.version == part.version:
             return part
-        return SnapshotWithDelta(**vars(part), delta=PartDelta(last))
+        delta = PartDelta(last)
+        if channels is not None and not any(may_keep(channel, delta.base) for channel in channels):
+            return part
+        self._delta = delta
+        return SnapshotWithDelta(**vars(part), delta=delta)
+
+    def release(self) -> None:
+        """Drop the version before the newest if no link has needed it, before memory for the next one is taken."""
+        delta, self._delta = self._delta, None
+        if delta:
+            delta.release()
+
+    def may_follow(self, snapshot: Snapshot) -> bool:
+        """Whether the next version may be sent as a delta to `snapshot`, so that workers should keep it."""
+        return self._last is not None and self._last.version == snapshot.version
+
+
+def may_keep(channel: WeightChannel, base: DeltaBase) -> bool:
+    """Whether the worker of a channel keeps these weights, or is just receiving them and may keep them."""
+    is_receiving = channel.posted == base.version != channel.acknowledged
+    is_held = (channel.acknowledged, channel.digest) == (base.version, base.digest)
+    return not channel.server_ranks and (is_held or is_receiving)
 
 
 def delta_base_for(channel: WeightChannel, snapshot: Snapshot) -> DeltaBase | None:
@@ -88,18 +127,26 @@ def delta_base_for(channel: WeightChannel, snapshot: Snapshot) -> DeltaBase | No
     return base if (channel.acknowledged, channel.digest) == (base.version, base.digest) else None
 
 
+def prepare_delta(part: Snapshot) -> Tensor:
+    """The delta of a part, uint8 [bytes], which is computed by the first call; `NONE` if the part is to be sent whole.
+
+    It may take long, so call it before a deadline runs or a worker waits."""
+    return part.delta.encoded(part) if isinstance(part, SnapshotWithDelta) else NONE
+
+
 def send_part(
     link: Link, part: Snapshot, bucket_bytes: int, deadline: float, *, to_server: bool = False, as_delta: bool = False
-) -> None:
-    """Send a part by `deadline` (Unix time, seconds). Raises RuntimeError or OSError."""
-    if not as_delta:
-        return link.send(outgoing(part, bucket_bytes, to_server), deadline)
-    if not isinstance(part, SnapshotWithDelta):
-        raise RuntimeError(f"this rank has no version before {part.version}")
-    content = part.delta.encoded(part)
-    link.send([torch.frombuffer(bytearray(LENGTH.pack(len(content))), dtype=torch.uint8)], deadline)
-    link.send(buckets(content, bucket_bytes), deadline)
-    return None
+) -> int:
+    """Send a part by `deadline` (Unix time, seconds); returns the bytes of weights that were sent. Raises RuntimeError
+    or OSError."""
+    if as_delta:
+        content = prepare_delta(part)
+        link.send([torch.frombuffer(bytearray(LENGTH.pack(len(content))), dtype=torch.uint8)], deadline)
+        if len(content):
+            link.send(buckets(content, bucket_bytes), deadline)
+            return len(content)
+    link.send(outgoing(part, bucket_bytes, to_server), deadline)
+    return part.data.numel()
 
 
 # --- in the worker ----------------------------------------------------------------------------------------------------
@@ -111,6 +158,32 @@ class KeptWeights:
 
     name: DeltaBase
     tensors: Mapping[str, Tensor]
+
+
+MOST_WHOLE = 64
+"""Most versions in a row that a worker takes whole because deltas have failed."""
+
+
+class DeltaRetry:
+    """When a worker takes deltas again after one has failed: the version itself comes whole, and so does the next one,
+    after a second failure the next two, then four and so on. A delta that succeeds ends that."""
+
+    def __init__(self) -> None:
+        self._pause = self._left = 0
+
+    def failed(self, base: DeltaBase, why: object) -> None:
+        """A delta to `base` could not be received or applied."""
+        self._pause = self._left = min(2 * self._pause or 1, MOST_WHOLE)
+        log.warning(
+            "a delta to %s has failed: %s; it and %d versions after it come whole", base.version, why, self._left
+        )
+
+    def takes_next(self, was_delta: bool) -> bool:
+        """Note that a version has arrived; returns whether the next one may come as a delta to it."""
+        if was_delta:
+            self._pause = 0
+        self._left, was_left = max(0, self._left - 1), self._left
+        return not was_left
 
 
 def receive_whole(link: Link, part: WeightPart, bucket_bytes: int, data: Tensor, deadline: float) -> dict[str, Tensor]:
@@ -128,6 +201,8 @@ def receive_delta(
     length = torch.zeros(LENGTH.size, dtype=torch.uint8)
     link.receive([length], deadline)
     (size,) = LENGTH.unpack(length.numpy().tobytes())
+    if not size:
+        return receive_whole(link, part, bucket_bytes, buffers.take(part.total_bytes), deadline)
     if size > part.total_bytes + part.total_bytes // 64 + SPARE_BYTES:
         raise SnapshotError(f"a delta of {size} bytes is announced for {part.total_bytes} bytes of weights")
     data = empty_buffer(size)

@@ -25,7 +25,7 @@ from april.util.errors import refuse
 from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
 from april.weights.channel import ChannelInvite, link_name
-from april.weights.part_transfer import DeltaBases, send_part
+from april.weights.part_transfer import DeltaBases, prepare_delta, send_part
 from april.weights.snapshot import Snapshot
 from april.weights.transports import Transport
 from april.wire.message import Version
@@ -59,6 +59,8 @@ class HoldPart(SendingCommand, frozen=True):
 
     channel: str
     version: Version
+    as_delta: bool = False
+    """Whether its delta will be sent, which is computed at once."""
 
 
 class SendPart(SendingCommand, frozen=True):
@@ -146,9 +148,9 @@ class SendingLink:
     server_ranks: int
     held: Snapshot | None = None
     """Part that is announced to the worker, and will be sent once it is ready."""
-    due: queue.SimpleQueue[tuple[Snapshot, float, bool] | None] = field(default_factory=queue.SimpleQueue)
-    """Parts to send, each with its deadline (Unix time, seconds) and whether its delta is sent; None: the channel has
-    ended."""
+    due: queue.SimpleQueue[tuple[Snapshot, float | None, bool] | None] = field(default_factory=queue.SimpleQueue)
+    """Parts to send, each with its deadline (Unix time, seconds) and whether its delta is sent; without a deadline the
+    delta is only computed, to be sent later. None: the channel has ended."""
 
 
 class PartSender:
@@ -209,6 +211,7 @@ class PartSender:
                 PartThread(f"{command.invite.channel} {self.rank}", self._run_link, link).start()
             elif isinstance(command, WithdrawPart):
                 self._newest = None
+                self._bases.release()
                 self._withdrawals += 1
                 self._changed.notify_all()
             elif not isinstance(command, EndSending) and (known := self._links.get(command.channel)):
@@ -218,6 +221,8 @@ class PartSender:
         """Carry out a command about one link."""
         if isinstance(command, HoldPart) and self._newest and self._newest.version == command.version:
             link.held = self._newest
+            if command.as_delta:
+                link.due.put((link.held, None, True))
         elif isinstance(command, SendPart) and command.sender not in (ALL, self.rank):
             pass  # another rank's turn
         elif isinstance(command, SendPart) and link.held:
@@ -239,10 +244,13 @@ class PartSender:
             with contextlib.closing(meeting) as connected:
                 while task := link.due.get():
                     part, deadline, as_delta = task
-                    send_part(
-                        connected, part, self.bucket_bytes, deadline,
-                        to_server=bool(link.server_ranks), as_delta=as_delta,
-                    )  # fmt: skip
+                    if deadline is None:
+                        prepare_delta(part)
+                    else:
+                        send_part(
+                            connected, part, self.bucket_bytes, deadline,
+                            to_server=bool(link.server_ranks), as_delta=as_delta,
+                        )  # fmt: skip
                     del task, part
         except Exception as error:  # whatever a transport raises costs its channel alone
             fault = not isinstance(error, RuntimeError | OSError)

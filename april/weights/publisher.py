@@ -42,7 +42,7 @@ from april.weights.channel import (
     forget_keys,
     serve_store,
 )
-from april.weights.part_transfer import DeltaBases, delta_base_for, send_part
+from april.weights.part_transfer import DeltaBases, delta_base_for, prepare_delta, send_part
 from april.weights.parts import CloseLink, HoldPart, OpenLink, PartCommands, SendPart, WithdrawPart
 from april.weights.snapshot import Snapshot, checksums_in_server, pack, unpack
 from april.weights.transports import ExternalTransport, Link, Transport
@@ -144,6 +144,7 @@ class WeightPublisher:
         """Begin no transfer of the last version any more, so that its memory can be used for the next one."""
         with self._changed:
             self._snapshot = None
+            self._bases.release()
             if self._ranks:
                 self._ranks.tell(WithdrawPart())
 
@@ -157,6 +158,7 @@ class WeightPublisher:
         adapter, workers that do not have the same base model are sent complete weights. Returns the figures of the
         publication, by name.
         """
+        self._bases.release()
         if isinstance(weights, Snapshot):
             return self._offer(replace(weights, canary=canary))
         if not isinstance(weights, AdapterWeights):
@@ -197,8 +199,8 @@ class WeightPublisher:
     def _offer(self, snapshot: Snapshot) -> dict[str, float]:
         """Publish a snapshot, and wait for the workers as `publish` does; returns the same figures."""
         version, deadline = snapshot.version, clock.now() + self.config.publish_deadline_s
-        snapshot = self._bases.followed_by(snapshot)
         with self._changed:
+            snapshot = self._bases.followed_by(snapshot, self._channels.values())
             late = self._wait_for(self._awaited, snapshot, deadline)
             reached = [channel for channel in self._channels.values() if channel.acknowledged == version]
             lost, self._lost = self._lost, 0
@@ -208,6 +210,7 @@ class WeightPublisher:
             log.warning("worker %s has not loaded %s within %g s", channel.worker, version, within_s, extra=ids)
         return {
             "publish_bytes": sum(part.total_bytes for part in snapshot.parts),
+            "publish_sent_bytes": sum(channel.sent_bytes for channel in reached),
             "publish_workers": len(reached),
             "publish_deltas": sum(channel.was_delta for channel in reached),
             "publish_late": len(late),
@@ -320,18 +323,9 @@ class WeightPublisher:
             self._count += 1
             name = f"w-{self.run}-{join.name}-{self._count}"
             backend = self._backend(join.device)
-            channel = WeightChannel(
-                name,
-                join.name,
-                route,
-                backend,
-                clock.now(),
-                acknowledged=join.held,
-                server_ranks=join.ranks,
-                key=peer.key,
-                base=join.base,
-                digest=join.digest,
-            )
+            made = (name, join.name, route, backend, clock.now())
+            channel = WeightChannel(*made, acknowledged=join.held, server_ranks=join.ranks, key=peer.key)
+            channel.base, channel.digest = join.base, join.digest
             self._channels[name] = channel
         self._start_thread(name, self._run_channel, channel)
 
@@ -418,10 +412,11 @@ class WeightPublisher:
         ended."""
         with self._changed:
             while not self._closed and channel.state != "lost":
-                if self._snapshot and self._snapshot.version != channel.acknowledged:
+                if (newest := self._snapshot) and newest.version != channel.acknowledged:
                     if self._ranks:  # before the next version replaces this one
-                        self._ranks.tell(HoldPart(channel.name, self._snapshot.version))
-                    return self._snapshot
+                        as_delta = bool(delta_base_for(channel, newest))
+                        self._ranks.tell(HoldPart(channel.name, newest.version, as_delta))
+                    return newest
                 self._changed.wait(1.0)
         return None
 
@@ -436,7 +431,9 @@ class WeightPublisher:
     def _transfer(self, channel: WeightChannel, link: Link, snapshot: Snapshot) -> None:
         expected, delta_to = self._server_checksums(channel, snapshot), delta_base_for(channel, snapshot)
         described = (snapshot.version, snapshot.parts, self.bucket_bytes, expected, snapshot.canary, snapshot.adapter)
-        manifest = ChannelManifest(channel.name, *described, delta_to)
+        manifest = ChannelManifest(channel.name, *described, delta_to, self._bases.may_follow(snapshot))
+        if delta_to:
+            prepare_delta(snapshot)
         deadline = clock.now() + self.config.transfer_deadline_s
         self._send(channel, manifest)
         self._await(channel, ChannelPosted, snapshot.version, deadline)
@@ -446,7 +443,8 @@ class WeightPublisher:
         if self._ranks and not channel.server_ranks:
             self._ranks.tell(SendPart(channel.name, self.config.transfer_deadline_s, as_delta=bool(delta_to)))
         to_server = bool(channel.server_ranks)
-        send_part(link, snapshot, self.bucket_bytes, deadline, to_server=to_server, as_delta=bool(delta_to))
+        how = {"to_server": to_server, "as_delta": bool(delta_to)}
+        channel.sent_bytes = send_part(link, snapshot, self.bucket_bytes, deadline, **how)
         if self._ranks and channel.server_ranks:  # which takes one part after the other
             for sender in range(1, len(snapshot.parts)):
                 self._await(channel, ChannelPosted, snapshot.version, deadline)

@@ -42,7 +42,7 @@ from april.weights.channel import (
     DeltaBase,
     link_name,
 )
-from april.weights.part_transfer import KeptWeights, receive_delta, receive_whole
+from april.weights.part_transfer import DeltaRetry, KeptWeights, receive_delta, receive_whole
 from april.weights.snapshot import ReusedBuffers, SnapshotError, joint_digest
 from april.weights.source import StagedWeights, WeightSource
 from april.weights.transports import Link, OtherMachine, Transport
@@ -233,6 +233,7 @@ class LearnerConnection:
         self.links: list[Link] = []
         """The channel's links, one to each rank of the learner that sends; none if a server has joined instead."""
         self._ask_again_at = 0.0
+        self._retry = DeltaRetry()
 
     def run(self) -> None:
         """Serve until the learner's address changes or the receiver is closed. Raises LearnerRefuses."""
@@ -380,11 +381,16 @@ class LearnerConnection:
             base = None
         elif not base or base.name != manifest.delta_to:
             raise SnapshotError(f"a delta to {manifest.delta_to.version} is announced, which this worker does not keep")
-        tensors = self._receive_parts(manifest, base, started_at + self.receiver.config.transfer_deadline_s)
+        try:
+            tensors = self._receive_parts(manifest, base, started_at + self.receiver.config.transfer_deadline_s)
+        except (RuntimeError, OSError) as error:
+            if base:
+                self._retry.failed(base.name, error)
+            raise
         adapter = manifest.adapter
-        if self.receiver.config.delta != "off" and not adapter:
+        if self._retry.takes_next(bool(base)) and manifest.may_follow and self.receiver.config.delta != "off":
             name = DeltaBase(manifest.version, joint_digest(manifest.parts))
-            self.receiver.kept = KeptWeights(name, tensors)
+            self.receiver.kept = KeptWeights(name, dict(tensors))  # an engine may take tensors out of its own
         if adapter and not self.receiver.adapts():
             tensors, adapter = self._with_adapter(adapter, tensors), None
         staged = StagedWeights(

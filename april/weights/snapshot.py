@@ -1,14 +1,16 @@
 """One version of the weights as a flat buffer with a table of contents, as it is sent over a weight channel; and the
 form in which an SGLang server gets and holds the same weights."""
 
+import contextlib
 import hashlib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ ALIGNMENT_BYTES = 16
 """Alignment of tensors in a snapshot's buffer: every tensor starts at a multiple of this many bytes."""
 DIGEST_BLOCK_BYTES = 2**22
 """Bytes that one thread hashes at a time."""
+MOST_THREADS = 8
+"""Most threads of a process that hash, encode and decode blocks of weights."""
 
 
 class SnapshotError(RuntimeError):
@@ -182,8 +186,33 @@ def digest(data: Tensor) -> str:
     `data`: uint8 [bytes], on the CPU.
     """
     blocks = [block.numpy() for block in data.split(DIGEST_BLOCK_BYTES)]
-    with ThreadPoolExecutor(max(1, min(8, len(blocks), os.cpu_count() or 1))) as threads:
-        return hashlib.sha256(b"".join(threads.map(lambda block: hashlib.sha256(block).digest(), blocks))).hexdigest()
+    with on_threads() as submit:
+        hashed = [submit(hashlib.sha256, block) for block in blocks]
+        return hashlib.sha256(b"".join(each.result().digest() for each in hashed)).hexdigest()
+
+
+@contextlib.contextmanager
+def on_threads() -> Iterator[Callable[..., "Future[Any]"]]:
+    """A function that has the process's threads for blocks of weights call another one: all links and parts share them.
+    When the context ends, so have the calls; those that have not begun after an error never do."""
+    submitted = list["Future[Any]"]()
+
+    def submit(*work: Any) -> "Future[Any]":
+        submitted.append(block_threads().submit(*work))
+        return submitted[-1]
+
+    try:
+        yield submit
+    finally:
+        wait([each for each in submitted if not each.cancel()])
+
+
+@cache
+def block_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, min(MOST_THREADS, os.cpu_count() or 1)), "weights-blocks")
+
+
+os.register_at_fork(after_in_child=block_threads.cache_clear)
 
 
 def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:

@@ -2,16 +2,21 @@
 Real gloo, real shared memory, a real kill."""
 
 import threading
+import time
+import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 from april.config import WeightsSection
 from april.weights import part_transfer
-from april.weights.part_transfer import KeptWeights, PartDelta
+from april.weights.channel import Adapter
+from april.weights.part_transfer import DeltaBases, KeptWeights, PartDelta, prepare_delta
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
+from april.weights.snapshot import pack
 from april.wire.message import Version
 from tests.support.run_processes import wait_until
 from tests.weights.test_channels import PATIENCE_S, ChannelWorker, take
@@ -144,26 +149,117 @@ def test_a_worker_gets_what_has_changed_since_the_version_that_it_holds_and_othe
 
 @collective
 def test_a_worker_whose_base_is_not_what_it_says_refuses_the_delta_and_gets_all(learner, join, caplog):
-    """Its base has changed in memory; then another version is kept under the name of the one that it holds."""
+    """Its base has changed in memory; later another version is kept under the name of the one that it holds, then none.
+    After the first failure it asks for one more whole version, after the second in a row for two."""
+    worker = join(learner)
+
+    def deliver(*steps):
+        for step in steps:
+            learner.offer(step)
+            loads(worker, step)
+            learner.await_held(step)
+
+    deliver(0)
+    worker.kept.tensors["w"][7] += 1.0
+    deliver(1, 2)
+    assert "tensor w is not the learner's once its delta is applied" in caplog.text
+    worker.kept = KeptWeights(worker.kept.name, weights(0))
+    deliver(3, 4, 5)
+    assert "it and 2 versions after it come whole" in caplog.text
+    worker.kept = None
+    deliver(6)
+    assert "a delta to 0.5 is announced, which this worker does not keep" in caplog.text
+    deliver(7)
+    assert [step for step, size in learner.forms if size] == [7] and len(learner.forms) == 8
+
+
+@collective
+def test_computing_a_delta_takes_no_time_from_a_transfer(learner, join, monkeypatch):
+    """It takes longer than a transfer may; meanwhile the worker has not been told of the version."""
     learner.offer(0)
     worker = join(learner)
     loads(worker, 0)
     learner.await_held(0)
-    worker.kept.tensors["w"][7] += 1.0
+    encoded = PartDelta.encoded
+    monkeypatch.setattr(learner, "config", learner.config.model_copy(update={"transfer_deadline_s": 1.0}))
+    monkeypatch.setattr(worker, "config", worker.config.model_copy(update={"transfer_deadline_s": 1.0}))
+
+    def slow(delta, part):
+        if delta._old:
+            time.sleep(1.2)
+        return encoded(delta, part)
+
+    monkeypatch.setattr(PartDelta, "encoded", slow)
     learner.offer(1)
     loads(worker, 1)
     learner.await_held(1)
-    assert "tensor w is not the learner's once its delta is applied" in caplog.text
-    worker.kept = KeptWeights(worker.kept.name, weights(0))
-    learner.offer(2)
+    assert [size is None for _, size in learner.forms] == [True, False]
+
+
+@collective
+def test_an_engine_may_take_tensors_out_of_what_it_loads(learner, join):
+    learner.offer(0)
+    worker = join(learner)
+    for step in (0, 1):
+        staged = take(worker)
+        staged.tensors.clear()
+        worker.loaded(staged.version)
+        learner.await_held(step)
+        learner.offer(step + 1)
     loads(worker, 2)
     learner.await_held(2)
-    worker.kept = None
-    learner.offer(3)
-    loads(worker, 3)
-    learner.await_held(3)
-    assert "a delta to 0.2 is announced, which this worker does not keep" in caplog.text
-    assert learner.forms == [(step, None) for step in range(4)]
+    assert [size is None for _, size in learner.forms] == [True, False, False]
+
+
+@collective
+@pytest.mark.parametrize("delta", ["off", "auto"])
+def test_a_learner_keeps_no_base_that_nobody_needs(learner, join, delta):
+    """No version but the last is alive where no worker takes deltas, nor once a delta is computed."""
+    worker, alive = join(learner, delta=delta), []
+    for step in (0, 1, 2):
+        learner.offer(step)
+        alive.append(weakref.ref(learner._snapshot.data))
+        loads(worker, step)
+        learner.await_held(step)
+    wait_until(lambda: [each() is None for each in alive] == [True, True, False])
+
+
+def test_a_base_that_nobody_has_needed_is_dropped_before_the_next_version_is_packed():
+    bases = DeltaBases("auto")
+    old = pack(Version(0, 0), weights(0))
+    bases.followed_by(old)
+    part, alive = bases.followed_by(pack(Version(0, 1), weights(1))), weakref.ref(old.data)
+    del old
+    assert alive() is not None
+    bases.release()
+    assert alive() is None and not len(prepare_delta(part))
+
+
+@collective
+def test_a_delta_that_is_longer_than_its_part_is_sent_whole(learner, join, monkeypatch):
+    """As of many tiny tensors."""
+    monkeypatch.setattr("tests.weights.test_channel_deltas.SIZE", 20)
+    learner.offer(0)
+    worker = join(learner)
+    for step in (0, 1, 2):
+        learner.offer(step)
+        loads(worker, step)
+        learner.await_held(step)
+    assert learner.forms[1:] == [(1, 0), (2, 0)]
+    size = learner._snapshot.data.numel()
+    assert [each.sent_bytes for each in learner._channels.values()] == [size]
+
+
+@collective
+def test_merged_weights_are_not_kept(learner, join):
+    """No delta follows them: the next version is an adapter again."""
+    worker = join(learner)
+    merged = pack(Version(0, 0), weights(0))
+    learner._snapshot_for = lambda channel, snapshot: merged
+    learner._offer(replace(merged, adapter=Adapter("base", 1.0, "bfloat16")))
+    loads(worker, 0)
+    learner.await_held(0)
+    assert worker.kept is None
 
 
 @collective
@@ -174,7 +270,7 @@ def test_a_delta_that_was_changed_on_its_way_is_refused_and_all_are_sent(learner
     worker = join(learner)
     loads(worker, 0)
     learner.await_held(0)
-    made = part_transfer.delta_pieces
+    made, encoded = part_transfer.delta_pieces, PartDelta.encoded
 
     def changed(heads, new, base):
         if tampered == "another delta":
@@ -182,12 +278,15 @@ def test_a_delta_that_was_changed_on_its_way_is_refused_and_all_are_sent(learner
         if tampered == "other tensors":
             return made(heads[:1], new, base)
         content = bytearray(b"".join(made(heads, new, base)))
-        if tampered == "length":
-            return [content, bytes(2 * new["w"].nbytes + 2**20)]
-        content[-9] ^= 4
+        content[-9] ^= tampered == "bytes"
         return [content]
 
+    def lengthened(delta, part):
+        return torch.cat([encoded(delta, part), torch.zeros(2 * part.data.numel() + 2**20, dtype=torch.uint8)])
+
     monkeypatch.setattr(part_transfer, "delta_pieces", changed)
+    if tampered == "length":
+        monkeypatch.setattr(PartDelta, "encoded", lengthened)
     learner.offer(1)
     loads(worker, 1)
     learner.await_held(1)
@@ -213,12 +312,12 @@ def test_a_learner_that_is_restarted_from_an_older_checkpoint_sends_all(start, j
         before.await_held(step)
     reached, ends = threading.Event(), threading.Event()
 
-    def cut_off(delta, part):
+    def cut_off(*part, **how):
         reached.set()
         ends.wait(PATIENCE_S)
         raise ConnectionError("the learner is gone")
 
-    monkeypatch.setattr(PartDelta, "encoded", cut_off)
+    monkeypatch.setattr("april.weights.publisher.send_part", cut_off)
     before.offer(2)
     assert reached.wait(PATIENCE_S)
     monkeypatch.undo()

@@ -39,6 +39,7 @@ REFUSED = {
         "not started here",
     ),
     "heads that cannot be split": (["--engine.server.tp_size", "3"], "2 heads and 1 key-value heads"),
+    "deltas to servers": (["--engine.weights", "broadcast", "--weights.delta", "auto"], "'tensor'"),
     "unknown way": (["--engine.weights", "post"], "'disk', 'tensor' or 'broadcast'"),
     "supports without a bound": (["--sampling.top_p", "0.9"], "'sampling.top_p' = 0.9"),
     "min_p alone": (["--sampling.min_p", "0.1"], "'sampling.min_p' = 0.1"),

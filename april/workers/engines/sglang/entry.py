@@ -123,6 +123,13 @@ class ServerEntry(EngineEntry):
                 "leaves tokens unsent when weights change, whose version would be unknown",
                 "set engine.stream_tokens = 1, or use engine.pause = 'abort'",
             )
+        if cls.broadcasts_to_servers(config) and config.weights.delta != "off":
+            refuse(
+                "weights.delta",
+                config.weights.delta,
+                "needs workers that keep the last version; with engine.weights = 'broadcast' their servers get all of each",
+                "leave it out, or set engine.weights = 'tensor'",
+            )
         for key, spelled in (("pp_size", "pipeline_parallel_size"), ("dp_size", "data_parallel_size")):
             value = engine.server.get(key, engine.server.get(spelled, 1))
             if value != 1:
