@@ -127,7 +127,7 @@ class ServerEntry(EngineEntry):
             refuse(
                 "weights.delta",
                 config.weights.delta,
-                "needs workers that keep the last version; with engine.weights = 'broadcast' their servers get all of each",
+                "needs workers that keep the last version; with engine.weights = 'broadcast' servers get each whole",
                 "leave it out, or set engine.weights = 'tensor'",
             )
         for key, spelled in (("pp_size", "pipeline_parallel_size"), ("dp_size", "data_parallel_size")):
