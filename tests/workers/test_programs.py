@@ -67,6 +67,24 @@ def test_a_method_of_a_solution_is_called_by_the_name_that_data_sets_give_it(nam
         read_label(json.dumps(label | {"entry_point": "lambda of: of"}))
 
 
+LINKED = """class Node:
+    def __init__(self, val, next=None): self.val, self.next = val, next
+def made(values):
+    return Node(values[0], made(values[1:])) if values else None
+def is_same(a, b):
+    return a is b is None or (None not in (a, b) and a.val == b.val and is_same(a.next, b.next))
+"""
+
+
+def test_helpers_of_a_method_s_tests_are_the_prompt_s_own():
+    """A program may use them, and does not replace them in the tests."""
+    check = "def check(candidate):\n    assert is_same(candidate(head=made([1, 2])), made([2, 1]))"
+    label = {"prompt": LINKED, "entry_point": "Solution().turn", "test": check}
+    start = "class Solution:\n    def turn(self, head: Node): "
+    assert reward(f"{start}return Node(head.next.val, Node(head.val))", label) == 1.0
+    assert reward(f"def is_same(a, b): return True\n{start}return head", label) == 0.0
+
+
 NOTHING = {
     "a check without its function": ("def check(candidate):\n    assert candidate(1) == 2", "only defines check"),
     "bare comparisons": ("add(1, 2) == 3", "no assert"),

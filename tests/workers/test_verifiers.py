@@ -291,6 +291,9 @@ def test_gsm8k_reads_a_hostile_response_in_linear_time(text):
         ("I cannot say", None), ("", None), ("So it must be D.", "D"), ("The answer should therefore be (B).", "B"),
         ("It cannot be A. It has to be C", "C"), ("C must be the right answer.", "C"), ("It must be a cat", None),
         ("The answer is clearly **A**", "A"), ("That leaves B.", "B"), ("The answer is not A.", None),
+        ("Answer: C\n(If n is even, it would be B.)", "C"), ("Answer: B or C", None), ("Answer: B/C", None),
+        (r"\boxed{A} or \boxed{B}", None), ("The answer is B and A is wrong.", "B"),
+        ("The answer is A or B. It must be B.", "B"),
     ],
 )  # fmt: skip
 def test_choice_finds_the_letter_that_was_chosen(response, letter):

@@ -100,7 +100,7 @@ def tests_in(content: Any, around: dict) -> Iterator[Test]:
         function = function_in(around)
         if owner := METHOD.match(named_in(around)):
             called = f"\ncheck({owner[1]}().{function})" if CHECK.search(content) else ""
-            yield plan_of(content + called)
+            yield plan_of(content + called, around.get("prompt"), owner=owner[1])
         else:
             yield plan_of(content, around.get("prompt"), function)
     elif isinstance(content, list) and all(isinstance(each, str) for each in content):

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from april.workers.rewards.intervals import union_of
+from april.workers.rewards.kinds import are_opposed
 from april.workers.rewards.messages import Undecided, right_or_wrong
 from april.workers.rewards.text import (
     END_OF_THINKING,
@@ -24,7 +25,7 @@ from april.workers.rewards.text import (
     last_boxed,
     without_end,
 )
-from april.workers.rewards.units import measured, unit_behind
+from april.workers.rewards.units import measured, unit_behind, with_unit
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -53,6 +54,8 @@ def math(response: str, label: str, finish_reason: str) -> Detailed:
     """
     text = after_thinking(response)
     answer = boxed_answer(text)
+    if answer is not None and (wanted := measured(label_text(label))) and wanted.dimension:
+        answer = with_unit(answer, text[boxes(text)[-1][1] :])
     correct = equivalent(label, in_lines(text) if answer is None else answer, whole=answer is not None)
     return float(correct), {"boxed": float(answer is not None)}
 
@@ -237,8 +240,8 @@ SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
 """(regular expression, replacement): ways to write an answer that the library does not read or reads as another one."""
 
 
-LAST_LETTER = re.compile(r"(?<=[\s\d])([A-Za-z])\s*$")
-"""Regular expression for a variable at the end of a product, such as 2rh, which the library would drop as a unit."""
+LAST_LETTERS = re.compile(r"(?<=[\s\d}])([A-Za-z]{1,4})\s*$")
+"""Regular expression for variables at the end of a product, such as 2rh, which the library would drop as a unit."""
 
 
 def spelled(text: str) -> str:
@@ -246,7 +249,10 @@ def spelled(text: str) -> str:
     for pattern, replacement in SPELLINGS:
         text = pattern.sub(replacement, text)
     union = union_of(text)
-    return LAST_LETTER.sub(r"{\1}", union) if union == text and measured(text) is None else union
+    unit = measured(text)
+    if union != text or (unit and unit.certain):
+        return union
+    return LAST_LETTERS.sub(lambda found: "".join(f"{{{letter}}}" for letter in found[1]), text)
 
 
 def repeating(whole: str, decimals: str, period: str) -> str:
@@ -257,7 +263,9 @@ def repeating(whole: str, decimals: str, period: str) -> str:
 
 NUMERAL = re.compile(r"\(?([0-9A-Za-z]+)\)?_\s*\{?\s*(\d{1,2})\s*\}?")
 """Regular expression for a number with its base as subscript."""
-TIME = re.compile(r"(?i)\d{1,2}:\d\d(?::\d\d)?(?:[ap]\.?m\.?)?")
+TIME = re.compile(r"(?i)(\d{1,2}(?:(?::\d\d){1,2}(?=[ap]?)|(?=[ap])))(?:([ap])\.?m\.?)?")
+"""Regular expression for a time of day: with a colon, or with am or pm."""
+ROMAN = re.compile(r"(?=[IVX]{2})X{0,3}(?:IX|IV|V?I{0,3})")
 WORDS = re.compile(r"[A-Za-z]{4,}|[A-Za-z]+(?:[\s'-]+[A-Za-z]+)+")
 POINTS = re.compile(r"(\\angle|\\triangle|\\overline)?\s*\{?\s*([A-Z]{2,})\s*\}?")
 """Regular expression for the name of a segment, an angle or a figure."""
@@ -274,19 +282,24 @@ def compared_as_text(label: str, answer: str) -> bool | None:
     """
     if is_same_text(label, answer):
         return True
+    if are_opposed(label, answer):
+        return False
     if "=" not in answer and EQUATION.match(GROUPS.sub("", label)):
         return False
     wanted, found = (normalise(SIGN.sub("-", text)) for text in (label, answer))
-    if TIME.fullmatch(wanted):
-        times = [text.casefold().replace(".", "") for text in (wanted, found)]
-        return times[0] == times[1] or (times[1].startswith(times[0]) and times[1][len(times[0]) :] in ("am", "pm"))
+    if time := TIME.fullmatch(wanted):
+        given_time = TIME.fullmatch(found)
+        return given_time is not None and is_same_time(time, given_time)
+    if ROMAN.fullmatch(wanted) and ROMAN.fullmatch(found):
+        return wanted == found
     points, given = POINTS.fullmatch(label.strip(" $")), POINTS.fullmatch(answer.strip(" $"))
     if points and given:
         return are_same_points(points, given)
     wanted_base, found_base = (NUMERAL.fullmatch(text.strip(" $")) for text in (label, answer))
     if wanted_base and found_base:
-        return value_in_base(*wanted_base.groups()) == value_in_base(*found_base.groups())
-    if wanted_base:
+        values = [value_in_base(*each.groups()) for each in (wanted_base, found_base)]
+        return values[0] == values[1] if None not in values else wanted_base.groups() == found_base.groups()
+    if wanted_base and value_in_base(*wanted_base.groups()) is not None:
         return wanted_base[1].lower() == found.lower()
     if found_base and wanted.isdigit():
         return value_in_base(*found_base.groups()) == int(wanted)
@@ -310,6 +323,15 @@ def are_same_points(label: re.Match[str], answer: re.Match[str]) -> bool | None:
     return other in ((one, one[::-1]) if r"\angle" in kinds else (one,))
 
 
+def is_same_time(label: re.Match[str], answer: re.Match[str]) -> bool:
+    """Whether two times are the same. Only a label without am or pm leaves them out."""
+    halves = [(found[2] or "").lower() for found in (label, answer)]
+    times = [[int(part) for part in found[1].split(":")] for found in (label, answer)]
+    if halves[0]:
+        times = [time + [0] * (3 - len(time)) for time in times]
+    return times[0] == times[1] and halves[0] in ("", halves[1])
+
+
 def is_same_text(label: str, answer: str) -> bool:
     """Whether two texts are the same but for fonts, dollars, TeX's spacing and a full stop. Nothing that stands between
     two numbers or before a sign of relation is dropped."""
@@ -319,9 +341,9 @@ def is_same_text(label: str, answer: str) -> bool:
 
 
 def value_in_base(digits: str, base: str) -> int | None:
-    """The value of a number; None for a digit or a base that there is not."""
+    """The value of a number; None for a digit or a base that there is not, and for one letter, which is a name."""
     try:
-        return int(digits, int(base))
+        return None if len(digits) == 1 and digits.isalpha() else int(digits, int(base))
     except ValueError:
         return None
 

@@ -86,29 +86,34 @@ UNREACHABLE = {"capsys", "monkeypatch", "mocker", "tmp_path", "patch", "redirect
 """Names that show that a test replaces something in the program's process, or reads what it prints there."""
 
 
-def plan_of(source: str, prompt: Any = None, entry_point: str = "") -> LabelPlan:
-    """What a judge is told about Python tests. Raises ValueError if they cannot be run, or assert nothing."""
+def plan_of(source: str, prompt: Any = None, entry_point: str = "", owner: str = "") -> LabelPlan:
+    """What a judge is told about Python tests. `owner`: the program's class whose method they test, if they test one.
+
+    Raises ValueError if they cannot be run, or assert nothing.
+    """
     try:
-        return LabelReader(source, usable_prompt(prompt, entry_point), entry_point).plan()
+        return LabelReader(source, usable_prompt(prompt, entry_point, owner), entry_point, owner).plan()
     except SyntaxError as error:
         raise ValueError(f"the label is neither JSON nor Python ({error.msg}, line {error.lineno})") from None
 
 
-def usable_prompt(prompt: Any, entry_point: str) -> str:
-    """A prompt if it is Python that defines the entry point, as HumanEval's; empty otherwise."""
+def usable_prompt(prompt: Any, entry_point: str, owner: str = "") -> str:
+    """A prompt if it is Python that defines the entry point, as HumanEval's, or the helpers of a method's tests; empty
+    otherwise."""
     try:
         body = ast.parse(prompt).body if isinstance(prompt, str) else []
     except (SyntaxError, ValueError):
         return ""
     harmless = Function | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
     is_code = all(isinstance(node, harmless) or isinstance(getattr(node, "value", None), ast.Constant) for node in body)
-    return prompt if is_code and entry_point in {getattr(node, "name", "") for node in body} else ""
+    is_usable = owner or entry_point in {getattr(node, "name", "") for node in body}
+    return prompt if is_code and is_usable and body else ""
 
 
 class LabelReader:
     """Reads the syntax tree of Python tests. `prompt`: Python that comes before them. Raises SyntaxError."""
 
-    def __init__(self, source: str, prompt: str, entry_point: str):
+    def __init__(self, source: str, prompt: str, entry_point: str, owner: str = ""):
         self.source, self.prompt, self.entry_point = source, prompt, entry_point
         self.tree = ast.parse(source)
         self.nodes = [node for node in ast.walk(self.tree) if not isinstance(node, ast.Constant | ast.expr_context)]
@@ -117,7 +122,7 @@ class LabelReader:
         assigns = [node for node in self.nodes if isinstance(node, ast.Assign)]
         self.assigned = {each.id: node.value for node in assigns for each in node.targets if isinstance(each, ast.Name)}
         self.imported = {name for node in self.nodes for name in names_from_program(node)}
-        free = free_names(source) - (free_names(prompt, bound=True) - {entry_point}) - self.imported
+        free = free_names(source) - (free_names(prompt, bound=True) - {entry_point, owner}) - self.imported
         self.free = free - ({"candidate"} if entry_point else set())
         modules = self.free & sys.stdlib_module_names
         found = header(self.free - BUILTINS - modules - SINGLE_LETTERS)

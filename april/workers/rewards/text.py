@@ -4,6 +4,7 @@ import re
 import string
 from collections import Counter
 from decimal import Decimal
+from itertools import pairwise
 
 from april.util.text import final_number, last_number, leading_number
 from april.workers.rewards.messages import right_or_wrong
@@ -106,6 +107,12 @@ CHOICE_PHRASES = tuple(
         r"(?:答案|选项|选择|应选|故选|选)(?:是|为|应为|应该是)?\W{0,3}([A-Z])(?![A-Za-z])",
     )
 )
+SUPPOSED = 3
+"""Index of the phrases such as "it would be", which count only where no phrase says more."""
+HEDGE = re.compile(r"[\s$*)]*(?:/|(?:or|and)\b)[\s$*(]*[A-Z](?![\w'])(?!\s+(?:is|are|was)\b)")
+"""Regular expression for another letter behind the chosen one, as in "B or C"."""
+BETWEEN_CHOICES = re.compile(r"[\s$]*\bor\b[\s$]*")
+"""Regular expression for what stands between two boxes that are alternatives."""
 LONE_CHOICE = re.compile(rf"^\W*(?:{NOUN}\W+)?([A-Z])\W*$")
 
 
@@ -164,16 +171,22 @@ def choice(response: str, label: str, finish_reason: str) -> tuple[float, dict[s
 
 def chosen_letter(text: str) -> str | None:
     """The letter that a response chooses, as a capital; None if it chooses none."""
-    if boxed := last_boxed(text):
+    found_boxes = boxes(text)
+    if found_boxes and (boxed := found_boxes[-1][2]):
+        if any(BETWEEN_CHOICES.fullmatch(text, one[1], other[0]) for one, other in pairwise(found_boxes[-2:])):
+            return None
         text = boxed
         if letter := re.match(r"\W*([A-Za-z])\b", FONT.sub("", boxed)):
             return letter[1].upper()
     text = FONT.sub("", text)
     choices = [
-        (found.start(found.lastindex or 0), found) for phrase in CHOICE_PHRASES for found in phrase.finditer(text)
+        (rank != SUPPOSED, found.span(found.lastindex or 0), found)
+        for rank, phrase in enumerate(CHOICE_PHRASES)
+        for found in phrase.finditer(text)
     ]
-    if choices:
-        _, last = max(choices, key=lambda choice: choice[0])
+    hedged = max((span for _, span, _ in choices if HEDGE.match(text, span[1])), default=None)
+    if choices := [choice for choice in choices if hedged is None or choice[1] > hedged]:
+        _, _, last = max(choices, key=lambda choice: choice[:2])
         return last[last.lastindex or 0].upper()
     lines = text.strip().splitlines()
     letter = LONE_CHOICE.match(lines[-1]) if lines else None

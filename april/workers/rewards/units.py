@@ -26,7 +26,7 @@ class Measured(NamedTuple):
 
     def contradicts(self, other: "Measured") -> bool:
         """Whether the units are of different kinds. Things that are counted are different without a common word."""
-        if self.counted and other.counted:
+        if self.counted and other.counted and not (self.dimension and other.dimension):
             return self.counted.isdisjoint(other.counted)
         return bool(self.dimension and other.dimension) and self.dimension != other.dimension
 
@@ -47,14 +47,14 @@ mass: 1 kg kilogram; 1/1000 g gm gram; 1/1000000 mg milligram; 1000 t ton tonne;
 mass: 0.028349523125 oz ounce
 volume: 1/1000 L l liter litre; 1/1000000 mL ml milliliter millilitre
 volume: 0.003785411784 gal gallon; 0.000946352946 qt quart; 0.000473176473 pt pint; 0.0002365882365 cup
-frequency: 1 Hz hz hertz; 1000 kHz
+frequency: 1 Hz hz hertz; 1000 kHz; 1000000 MHz; 1000000000 GHz
 force: 1 N newton; 1000 kN
 energy: 1 J joule; 1000 kJ kilojoule
-power: 1 W watt; 1000 kW kilowatt
+power: 1 W watt; 1000 kW kilowatt; 1000000 MW megawatt
 pressure: 1 Pa pascal; 1000 kPa kilopascal
 charge: 1 C coulomb
 current: 1 A amp ampere; 1/1000 mA
-voltage: 1 V volt
+voltage: 1 V volt; 1000 kV; 1/1000 mV
 resistance: 1 ohm
 amount: 1 mol mole
 kelvin: 1 K kelvin
@@ -106,7 +106,8 @@ NO_UNITS = NUMERALS | {
     "to",
 }
 """Words behind a number that make another answer of it."""
-VAGUE = {"unit", "square", "cubic", "total", "different", "distinct", "of", "in", "the", "possible"}
+VAGUE = {"unit", "square", "cubic", "total", "different", "distinct", "of", "in", "the", "possible", "people", "person",
+         "item", "object", "thing", "child", "children", "kid", "piece"}  # fmt: skip
 """Words that do not say what is counted."""
 
 FONT = re.compile(
@@ -129,6 +130,8 @@ SUM = re.compile(r"[^\s{^(eE=]\s*[+-]")
 PRICE = re.compile(r"\\?(?P<sign>[$\u20ac\u00a3])(?P<value>[^$\u20ac\u00a3]*\d[^$\u20ac\u00a3]*)")
 LONGEST = 200
 """Longest answer in which a unit is looked for (characters)."""
+BEHIND_BOX = re.compile(r"[,;!?\n$]|\.(?=\s|$)|\\[)\]]")
+"""Regular expression for the end of a formula or of a clause."""
 TOKEN = re.compile(r"[A-Za-z]+|\^-?\d|/")
 SPELLINGS = (
     (re.compile(r"[{}]"), ""),
@@ -172,9 +175,22 @@ def measured(answer: str) -> Measured | None:
     except KeyError:
         if is_attached or not words or not NO_UNITS.isdisjoint(words) or (is_bare and min(map(len, words)) < 3):
             return None
-        return Measured(value, Fraction(1), frozenset(), frozenset(words) - VAGUE)
+        return unit_and_things(value, unit, words)
     is_speed = set(result.dimension) >= {("length", 1)} and "/" in unit
     return result._replace(certain=not is_attached or max(map(len, words)) > 1 or is_speed)
+
+
+def unit_and_things(value: str, unit: str, words: list[str]) -> Measured:
+    """A value with what is counted; words behind a known unit, as in 5 km north, say more of it."""
+    parts = unit.split()
+    for count in range(len(parts) - 1, 0, -1):
+        if "in" not in parts[:count]:
+            try:
+                result = of_unit(value, " ".join(parts[:count]))
+            except KeyError:
+                continue
+            return result._replace(counted=frozenset(words[count:]) - VAGUE)
+    return Measured(value, Fraction(1), frozenset(), frozenset(words) - VAGUE)
 
 
 def of_unit(value: str, unit: str) -> Measured:
@@ -216,3 +232,12 @@ def unit_behind(value: str, text: str) -> Measured | None:
     words = re.split(r"(?<=\S)(?=\s)", re.split(r"[,;!?\n$]|\.(?=\s|$)", behind)[0])[:4] if found and value else []
     tries = (measured(value + "".join(words[:count])) for count in range(len(words), 0, -1))
     return next((unit for unit in tries if unit and unit.dimension), None)
+
+
+def with_unit(answer: str, behind: str) -> str:
+    """A boxed number with the unit that stands behind its box; the answer itself without one."""
+    if not AMOUNT.fullmatch(answer):
+        return answer
+    words = re.split(r"\bin\b", BEHIND_BOX.split(behind.lstrip(" $*"), maxsplit=1)[0])[0].split()
+    texts = (" ".join([answer, *words[:count]]) for count in range(min(len(words), 3), 0, -1))
+    return next((text for text in texts if (unit := measured(text)) and unit.dimension), answer)

@@ -1,0 +1,55 @@
+"""Words, signs and brackets that make two answers with the same numbers different ones."""
+
+import re
+
+from april.workers.rewards.units import measured
+
+OPPOSITES = tuple(
+    frozenset(words.split())
+    for words in (
+        "increase decrease", "increasing decreasing", "increased decreased", "profit loss", "gain loss", "ago later",
+        "before after", "early late", "earlier later", "above below", "up down", "left right", "bc ad", "more less",
+        "more fewer", "least most", "minimum maximum", "even odd", "north south", "north east", "north west",
+        "south east", "south west", "east west", "clockwise counterclockwise", "clockwise anticlockwise",
+        "positive negative", "faster slower", "older younger", "taller shorter", "heads tails", "boy girl",
+        "boys girls", "man woman", "men women", "hot cold", "inside outside", "upward downward", "upstream downstream",
+    )
+)  # fmt: skip
+"""Pairs of words that say the opposite of each other, or another direction."""
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+")
+CONDITION = re.compile(r"\b(?:or\s+(?:more|less|fewer)|if)\b")
+"""Regular expression for words behind a value that make a bound or a case of it."""
+COMPASS = re.compile(r"(?:\\circ|\xb0|degrees?)\W*(?:\\text\s*\{\s*)?([NSEW])\b")
+DEGREE = re.compile(r"\^\s*\{?\s*\\circ|\xb0|\bdegrees?\b")
+PERCENT = re.compile(r"%|\bpercent\b")
+SET = re.compile(r"\\\{[^|<>(\[]*,[^|<>(\[]*\\\}")
+TUPLE = re.compile(r"\((?:[^()\[\]]|\([^(),]*\))*,.*\)")
+SIZES = re.compile(r"\\(?:left|right)(?![a-z])|[\s$]")
+
+
+def are_opposed(label: str, answer: str) -> bool:
+    """Whether two answers differ whatever their numbers are: one says the opposite, or is of another kind."""
+    words = [{word.lower() for word in WORD.findall(text)} for text in (label, answer)]
+    if have_opposites(*words) or sorted(CONDITION.findall(label)) != sorted(CONDITION.findall(answer)):
+        return True
+    directions = [COMPASS.findall(text) for text in (label, answer)]
+    if all(directions) and directions[0] != directions[1]:
+        return True
+    kinds = [kind_of(text) for text in (label, answer)]
+    if all(kinds) and kinds[0] != kinds[1]:
+        return True
+    bare = [SIZES.sub("", text) for text in (label, answer)]
+    return any(SET.fullmatch(one) and TUPLE.fullmatch(other) for one, other in (bare, bare[::-1]))
+
+
+def have_opposites(one: set[str], other: set[str]) -> bool:
+    """Whether each of two sets of words has one of a pair of opposites, and they are not the same."""
+    pairs = ((pair & one, pair & other) for pair in OPPOSITES)
+    return any(first and second and first.isdisjoint(second) for first, second in pairs)
+
+
+def kind_of(text: str) -> str:
+    """Whether an answer is in percent, in degrees, or in a unit; empty for a plain number."""
+    if (unit := measured(text)) and unit.dimension and unit.certain:
+        return "unit"
+    return "percent" if PERCENT.search(text) else "degree" if DEGREE.search(text) else ""
