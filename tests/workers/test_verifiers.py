@@ -360,6 +360,8 @@ def test_an_unknown_verifier_is_refused_with_the_known_ones():
         check_verifier("os:no_such_function")
     with pytest.raises(ConfigError, match="'no_such_module:f'"):
         check_verifier("no_such_module:f")
+    with pytest.raises(ConfigError, match="Counter is a class"):
+        check_verifier("collections:Counter")
     with pytest.raises(ConfigError, match=r"reward\.url"):
         check_verifier("remote")
 
@@ -398,6 +400,7 @@ OWN = {
     "def f(text, answer, ending, tokens): return float(answer in text and ending == 'stop') + tokens": 6.0,
     "def f(*, prompt, **rest): return float(prompt == '1+1' and rest['tokens'] == 5)": 1.0,
     "def f(response, label, weight=2.0): return weight * (label in response)": 2.0,
+    "def f(label, response, /, tokens): return float(label in response) + tokens": 6.0,
 }
 
 
@@ -415,7 +418,8 @@ def test_parameters_of_a_custom_verifier_are_matched_by_name_in_any_order(code, 
     [
         ("response, ground_truth", "ground_truth"), ("response, label, n", "n"), ("response, answer, reason", "answer"),
         ("data_source, solution_str, ground_truth, extra_info=None", "data_source"), ("text, truth, why, more", "more"),
-        ("text, completion, why, **more", "completion"),
+        ("text, completion, why, **more", "completion"), ("responses, labels, reasons", "responses"),
+        ("question, output, gold", "question"),
     ],
 )  # fmt: skip
 def test_an_unknown_parameter_is_refused_before_anything_starts(tmp_path, monkeypatch, parameters, unknown):

@@ -4,7 +4,7 @@ import re
 
 OR = re.compile(
     r"(?:\s|,|\\q?quad|\\[,;: ])*(?:\\(?:text\w*|mathrm|mbox)\s*\{\s*or\s*\}|\\(?:lor|vee)(?![a-z])|\bor\b)"
-    r"(?:\s|\\[,;: ])*"
+    r"(?:\s|\\q?quad|\\[,;: ])*"
 )
 """Regular expression for the word *or*."""
 INTERVAL = re.compile(r"(?:([a-z]|\\[a-z]+)\s*\\in\s*)?((?:\\left)?[(\[].+[)\]]|\\\{.+\\\})")

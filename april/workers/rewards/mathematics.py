@@ -11,6 +11,7 @@ import math as floats
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from april.workers.rewards.intervals import union_of
@@ -31,6 +32,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 ANSWER_CHARACTERS = 2000
 """Longest answer that is parsed (characters)."""
+DEEPEST = 50
+"""Most brackets inside each other in an answer that is parsed; the parser's time grows with them."""
 TAIL_CHARACTERS = 300
 """Number of characters at the end of a response in which DAPO looks for the answer."""
 RESPONSE_MARK = "###Response"
@@ -119,6 +122,8 @@ def equivalent(label: str, answer: str, whole: bool = True) -> bool:
         if whole:
             return False
         answer = answer[-ANSWER_CHARACTERS:]
+    if whole and depth(answer) > DEEPEST:
+        return False
     if whole and (decided := compared_as_text(label_text(label), answer)) is not None:
         return decided
     try:
@@ -132,6 +137,12 @@ def equivalent(label: str, answer: str, whole: bool = True) -> bool:
         raise
     except Exception as error:
         raise Undecided(f"{type(error).__name__} at the answer {answer[-60:]!r}") from error
+
+
+def depth(text: str) -> int:
+    """Most brackets and braces that are open at once."""
+    steps = (1 if sign in "([{" else -1 for sign in text if sign in "()[]{}")
+    return max(accumulate(steps), default=0)
 
 
 def compared_by_units(label: str, answer: str, found: str) -> bool | None:

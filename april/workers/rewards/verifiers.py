@@ -12,7 +12,7 @@ model all of them in one request. `interfaces.py` has the prefixes of other fram
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -95,6 +95,8 @@ def bound_call(verifier: Verifier, known: Sequence[str]) -> Callable[[dict[str, 
 
 
 def positional_and_named(verifier: Verifier, known: Sequence[str]) -> tuple[Sequence[str], list[str]]:
+    if inspect.isclass(verifier):
+        raise LookupError(f"{verifier.__name__} is a class; name a function, or with 'verifiers:' a Task")
     try:
         parameters = inspect.signature(verifier).parameters.values()
     except (TypeError, ValueError):
@@ -106,15 +108,34 @@ def positional_and_named(verifier: Verifier, known: Sequence[str]) -> tuple[Sequ
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY]
     first = positional[:POSITIONAL]
+    only = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if only and all(name in known for name in only) and set(needed_names(parameters)) <= {*only, *named}:
+        return only, named
     foreign = len(first) == POSITIONAL and all(p.default is p.empty and p.name not in known for p in first)
+    if foreign:
+        refuse_other_orders([p.name for p in first], known)
     if foreign and (more := [p.name for p in positional[POSITIONAL:] if p.default is p.empty and p.name not in known]):
         raise LookupError(f"its parameter {more[0]!r} is none of {', '.join(known)}; rename it, or give it a default")
     if foreign or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return known[:POSITIONAL], [name for name in named if name not in known[:POSITIONAL]]
-    needed = [p.name for p in parameters if p.default is p.empty and p.name not in named]
+    needed = [name for name in needed_names(parameters) if name not in named]
     if needed:
         raise LookupError(f"its parameter {needed[0]!r} is none of {', '.join(known)}; rename it, or give it a default")
     return [], named
+
+
+def needed_names(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    return [p.name for p in parameters if p.default is p.empty]
+
+
+def refuse_other_orders(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise LookupError if names that are bound by position say that they mean a group, or a prompt first."""
+    if "response" in known and names[0] in ("responses", "outputs", "completions"):
+        raise LookupError(f"its parameter {names[0]!r} is of several responses; begin the name with 'group:'")
+    if names[0] in ("question", "questions", "query", "instruction", "problem", "input", "inputs"):
+        raise LookupError(
+            f"its parameter {names[0]!r} would get the {known[0]}; name its parameters among {', '.join(known)}"
+        )
 
 
 def refuse_names_of_others(names: Sequence[str], known: Sequence[str]) -> None:
