@@ -1,6 +1,8 @@
 """Every way of the weights from the learner to the workers, in a whole run: tokens are of the versions they name."""
 
 import hashlib
+import os
+import signal
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def test_two_ranks_send_a_part_each_to_both_workers(start_run, run_dir, policy_f
 
 @pytest.mark.full
 def test_workers_pull_snapshots_and_join_without_a_learner(start_run, run_dir, policy_folder, gate):
-    """Learner and one worker are killed, the worker first: it comes back with weights although nobody sends any."""
+    """A killed worker comes back with weights while the learner is stopped, which is killed then: nobody sends any."""
     pull = [
         "--weights.transport",
         "pull",
@@ -54,9 +56,13 @@ def test_workers_pull_snapshots_and_join_without_a_learner(start_run, run_dir, p
     job = start_run(*pull, *gate.hold(2))
     wait_until(lambda: steps_recorded(run_dir) == 2, job)
     wait_until(lambda: all(proven(run_dir, index, "0.2") for index in (0, 1)), job)
-    job.kill("-u -m april.learner")
+    ranks = [pid for pid, _ in job.descendants("-u -m april.learner")]
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
     job.kill("--name worker-0")
     wait_until(lambda: (run_dir / "logs/worker-0.log").read_text().count("version 0.2 is proven") == 2, job)
+    for rank in ranks:
+        os.kill(rank, signal.SIGKILL)
     gate.open()
     assert job.wait() == 0, job.output
     assert assert_closed(run_dir)["steps"] == 4
