@@ -158,13 +158,8 @@ def test_a_verifier_out_of_memory_is_replaced_and_waiting_items_are_not_charged(
 @pytest.mark.full
 @pytest.mark.parametrize(
     "answer",
-    [
-        "10^{10^{10}}",
-        "(" * 60 + "1" + ")" * 60,
-        *map(full, ["2^{1000000007}", "9^{9^{9^{9^9}}}", "20000000!", "\\binom{1000000}{500000}"]),
-        full("[" * 60 + "1" + "]" * 60),
-    ],
-)  # fmt: skip
+    ["10^{10^{10}}", *map(full, ["2^{1000000007}", "9^{9^{9^{9^9}}}", "20000000!", "\\binom{1000000}{500000}"])],
+)
 def test_an_answer_too_expensive_to_compare_is_wrong(make_pool, answer):
     """A new process needs up to 0.4 s on busy cores, even for a cheap answer."""
     pool = make_pool(timeout_s=2.0, verifiers=("math",))

@@ -174,6 +174,11 @@ def test_deepscaler_needs_closed_reasoning_and_a_box_after_it(response, reward):
     assert deepscaler(response, "1/2", "stop")[0] == reward
 
 
+def test_an_answer_with_more_brackets_than_are_parsed_is_wrong():
+    found = [math(f"\\boxed{{{'(' * deep}5{')' * deep}}}", "5", "stop") for deep in (3, 60, 900)]
+    assert [reward if isinstance(reward, float) else reward[0] for reward in found] == [1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("response", "label", "reward"),
     [
