@@ -301,35 +301,46 @@ def optimizer_rows(folder: Path, quick: bool) -> list[Row]:
 
 PLANS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({}, {}), ({"activation_checkpointing": True}, {}), ({}, {"rank": LORA_RANK}), ({"optimizer": "adamw_8bit"}, {}),
+    ({"ranks": 2}, {}), ({"ranks": 2}, {"rank": LORA_RANK}),
 )  # fmt: skip
 """Keys of [learner] and [lora] that are planned and measured."""
 
 
 def plan_row(folder: Path) -> Row:
     """How far the memory that a step takes on top of weights and moments is from its plan, as a share of all that is
-    planned: with activations kept and recomputed, whole, by an adapter, with moments in 8 bits."""
+    planned: with activations kept and recomputed, whole, by an adapter, with moments in 8 bits; on one rank and two."""
     vocabulary, errors = make_model(folder, PLANNED).vocab_size, []
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed is given back, in the processes that measure
     for keys, lora in PLANS:
-        (found,) = peak_memory.in_processes(measure_step, [(folder, vocabulary, keys, lora)])
-        taken, planned, resting = found
+        store, ranks = folder.with_name(f"{folder.name} {len(errors)}"), keys.get("ranks", 1)
+        of_ranks = [(folder, vocabulary, keys, lora, store, rank, ranks) for rank in range(ranks)]
+        taken, planned, resting = map(max, zip(*peak_memory.in_processes(measure_step, of_ranks), strict=True))
         what = f"{keys or lora or 'kept'}"
         print(f"  {what}: {taken >> 20:,} MiB, planned {planned >> 20:,}; at rest {resting >> 20:,}", file=sys.stderr)
         errors.append(abs(taken - planned) / (planned + resting))
     return Row("plan_error", errors, "share")
 
 
-def measure_step(folder: Path, vocabulary: int, keys: dict[str, Any], lora: dict[str, Any], writer) -> None:
-    """Send the peak of a step above what there is before it, the same as planned, and what there is before it as
-    planned: weights and moments (bytes)."""
+def measure_step(
+    folder: Path,
+    vocabulary: int,
+    keys: dict[str, Any],
+    lora: dict[str, Any],
+    store: Path,
+    rank: int,
+    ranks: int,
+    writer,
+) -> None:
+    """Send the peak of a step of two micro-batches above what there is before it, the same as planned, and what there
+    is before it as planned: weights and moments (bytes)."""
     torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
     rng = np.random.default_rng(0)
     tokens = rng.integers(2, vocabulary, BUDGET_TOKENS // 4).astype(np.int32)
     response, logprobs = len(tokens) - 8, np.full(len(tokens) - 8, -9.0, np.float32)
     spans = ((0, response, Version(0, 0)),)
-    batch = TrainingBatch(0, [[TrainSample(tokens, 8, logprobs, float(i), spans) for i in range(4)]])
-    trainer = trainer_of(folder, {"compute": "fp32", **keys}, **lora)
+    batch = TrainingBatch(0, [[TrainSample(tokens, 8, logprobs, float(i), spans) for i in range(8 * ranks)]])
+    trainer = trainer_of(folder, {"compute": "fp32", "ranks": 1, **keys}, **lora)
     trainer.step(batch)
     trainer.optimizer.zero_grad()
     taken = peak_memory.peak_above(partial(trainer.step, batch))
@@ -339,7 +350,7 @@ def measure_step(folder: Path, vocabulary: int, keys: dict[str, Any], lora: dict
     working = logits * LOGIT_BYTES + head
     if keys.get("activation_checkpointing"):
         working = max(working, needs["head or layer"])
-    planned = needs["gradients"] + needs["activations"] + working
+    planned = needs["gradients"] + needs["gathered layers"] + needs["activations"] + working
     writer.send((taken, int(planned), int(needs["weights"] + needs["optimizer"])))
     dist.destroy_process_group()
 

@@ -14,6 +14,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -25,7 +26,19 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 import torch
-from common import APRIL, ROOT, Row, execute, parser, quickstart_policy, ratios, read_lines, report, write_lines
+from common import (
+    APRIL,
+    ROOT,
+    Row,
+    parser,
+    process,
+    python_path,
+    quickstart_policy,
+    ratios,
+    read_lines,
+    report,
+    write_lines,
+)
 from method_references import gaps
 from transformers import AutoModelForCausalLM
 from trl_side import supervised_steps
@@ -44,6 +57,8 @@ from april.wire.message import Version
 WANTED = 0.9
 """Held-out accuracy that both sides have to reach."""
 SEEDS, STEPS, STEPS_APART, REPEATS = 5, 64, 16, 9
+END_S = 120.0
+"""Time within which a run that is asked to stop has ended."""
 HALVES_PROMPTS = 512
 """Prompts of the task of which half are hopeless: few enough for several epochs."""
 GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, 12, 64
@@ -167,8 +182,9 @@ def distillation(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Ro
                 changes = {"algorithm": DISTILLED, "reward": {"where": "scorer"}, "teacher": {"big": {"path": teacher}}}
             if name == "divergence":
                 changes = {"algorithm": HELD, "teacher": {"big": {"path": teacher, "where": "learner"}}}
-            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS, changes, quick)
-            found.append(samples_to(run, 0.0 if quick else WANTED))
+            wanted = 0.0 if quick else WANTED
+            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS, changes, quick, wanted)
+            found.append(samples_to(run, wanted))
     return [
         Row("distil_samples_share", ratios(samples["distil"], samples["grpo"]), ""),
         Row("divergence_samples_share", ratios(samples["divergence"], samples["grpo"]), ""),
@@ -224,8 +240,9 @@ def curriculum(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Row]
     for seed in range(1, 1 + (1 if quick else seeds)):
         for name, found in samples.items():
             changes = {"data": data, "schedule": {"sampler": name, "dynamic_sampling": not quick}}
-            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS, changes, quick)
-            found.append(samples_to(run, 0.0 if quick else WANTED / 2, SAMPLES))
+            wanted = 0.0 if quick else WANTED / 2
+            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS, changes, quick, wanted)
+            found.append(samples_to(run, wanted, SAMPLES))
     return [
         Row("curriculum_samples_share", ratios(samples["difficulty"], samples["order"]), ""),
         *(Row(f"samples_to_accuracy_{name}", found, "samples") for name, found in samples.items()),
@@ -239,8 +256,11 @@ def with_hopeless(path: Path) -> Path:
     return write_lines(path.with_stem(f"{path.stem}_half"), hopeless)
 
 
-def train(folder: Path, name: str, policy: Path, seed: int, steps: int, changes: dict, quick: bool) -> Path:
-    """A run of the quickstart's configuration with other sections; returns its folder."""
+def train(
+    folder: Path, name: str, policy: Path, seed: int, steps: int, changes: dict, quick: bool, wanted: float = 2.0
+) -> Path:
+    """A run of the quickstart's configuration with other sections, which is stopped once it has the wanted accuracy on
+    held-out prompts; returns its folder."""
     prompts, held_out = make_data(folder / "data")
     tree = tomllib.loads((ROOT / "configs/quickstart.toml").read_text())
     tree |= {"seed": seed, "run": {"dir": str(folder), "name": name}, "model": {"path": str(policy)}}
@@ -256,7 +276,15 @@ def train(folder: Path, name: str, policy: Path, seed: int, steps: int, changes:
     path.write_text(tomli_w.dumps(plain(tree)))
     shutil.rmtree(folder / name, ignore_errors=True)
     print(f"{name} begins", file=sys.stderr)
-    execute([*APRIL, "run", path], folder / f"{name}.log", threads=1)
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
+    log = folder / f"{name}.log"
+    with process([*APRIL, "run", path], log, env=environment, cwd=ROOT) as started:
+        while started.poll() is None and steps_to(folder / name, wanted) is None:
+            time.sleep(1)
+        started.send_signal(signal.SIGINT)
+        started.wait(END_S)
+    if started.returncode:
+        sys.exit(f"{name} ended with status {started.returncode}:\n{log.read_text()[-3000:]}")
     return folder / name
 
 
@@ -266,14 +294,21 @@ def plain(tree: dict) -> dict:
             for key, value in tree.items()}  # fmt: skip
 
 
+def steps_to(run_folder: Path, wanted: float) -> int | None:
+    """Steps until the weights have the wanted accuracy on held-out prompts; `None` while they do not have it."""
+    if not (run_folder / "summary.json").exists():
+        return None
+    reached = [point["step"] for point in read_run(run_folder).evaluation if point["accuracy"] >= wanted]
+    return next((step for step in reached if step), None)
+
+
 def samples_to(run_folder: Path, wanted: float, of_discarded: int = 0) -> float:
     """Samples trained until the weights have the wanted accuracy on held-out prompts, and `of_discarded` for each group
     discarded until then; infinite if they never have it."""
-    run = read_run(run_folder)
-    reached = [point["step"] for point in run.evaluation if point["accuracy"] >= wanted and point["step"]]
-    if not reached:
+    steps_taken = steps_to(run_folder, wanted)
+    if steps_taken is None:
         return float("inf")
-    steps = run.steps[: reached[0]]
+    steps = read_run(run_folder).steps[:steps_taken]
     return float(sum(step["samples"] for step in steps) + of_discarded * sum(steps[-1]["discarded_groups"].values()))
 
 

@@ -15,6 +15,7 @@ from april.config.algorithms import named, used_algorithms
 from april.config.teachers import held_teacher
 from april.config.training import check_base, layers_to_adapt
 from april.launch.devices import memory_here
+from april.learner.backends import BACKENDS
 from april.learner.optimizers import state_bytes
 from april.util.errors import refuse
 from april.util.files import weight_files
@@ -36,6 +37,8 @@ class ModelShape:
     """KV cache bytes per token in an engine: bfloat16."""
     context: int
     layers: int
+    layer: int
+    """Parameters of a layer."""
     hidden: int
     kept_bytes: int
     """Activation bytes per token and layer kept for the backward pass: bfloat16, but float32 inside norms. By 9 % more
@@ -66,11 +69,12 @@ def read_shape(folder: Path) -> ModelShape | None:
     if config.get("model_type") == "qwen3":
         attention += 2 * head
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    parameters = embeddings + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
+    layer = attention + 3 * hidden * inner + 2 * hidden
+    parameters = embeddings + layers * layer + hidden
     kept = 16 * hidden + 14 * (query_width + kv_width) + 8 * inner
     compiled = 8 * hidden + 10 * query_width + 2 * kv_width + 6 * inner
     kv_bytes = 2 * layers * kv_width * WEIGHT_BYTES
-    return ModelShape(parameters, kv_bytes, context, layers, hidden, kept, compiled, head=vocabulary * hidden)
+    return ModelShape(parameters, kv_bytes, context, layers, layer, hidden, kept, compiled, head=vocabulary * hidden)
 
 
 def has_tensors(folder: Path, shape: Mapping[str, Any]) -> bool:
@@ -215,6 +219,22 @@ def teacher_bytes(config: Config) -> float:
     return sum(math.prod(each.shape) * (2 if each.kind.startswith("BF16") else 4) for each in tensors)
 
 
+def gathered_bytes(config: Config, layer: int, outside: int) -> float:
+    """Most bytes of whole tensors that a rank gathers from the others in a backward pass; 0 with one rank, or if it has
+    a part of each layer. These are the weights of two layers, the gradients of one, those of two in fp32 while they are
+    summed over the ranks, and the weights and gradients of what is outside the layers.
+
+    `layer`: parameters of the largest layer. `outside`: those outside the layers, without the head's, which
+    `HEAD_BYTES` counts.
+    """
+    if config.learner.ranks == 1 or BACKENDS.find(config.learner.backend).splits_layers:
+        return 0.0
+    each = 4 if config.learner.compute == "fp32" else 2
+    if config.lora.is_set:
+        return float(2 * layer * each + outside * each)
+    return float(layer * (3 * each + 8) + outside * (2 * each + 4))
+
+
 def activations_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes of a micro-batch's activations: those of all layers; with activation checkpointing, the input of every
     layer, unless that is on the host, and all activations of one layer."""
@@ -249,9 +269,10 @@ def pass_tokens(config: Config) -> int:
 def divide(config: Config, shape: ModelShape, total_bytes: float) -> MemoryPlan:
     """Plan for an accelerator of `total_bytes`. Raises ConfigError if the rest is too small for weights and one
     response."""
+    outside = shape.parameters - shape.layers * shape.layer - shape.head
     states, activations = states_bytes(config, shape), activations_bytes(config, shape)
-    head = head_bytes(config, shape)
-    learner, ranks = states + activations + head + CONTEXT_BYTES, config.engine.tensor_ranks
+    head, gathered = head_bytes(config, shape), gathered_bytes(config, shape.layer, outside)
+    learner, ranks = states + gathered + activations + head + CONTEXT_BYTES, config.engine.tensor_ranks
     weights, longest = shape.parameters * WEIGHT_BYTES / ranks, config.longest_prompt_tokens
     longest += config.sampling.max_response_tokens
     time_sharing = config.devices.turns
@@ -260,6 +281,7 @@ def divide(config: Config, shape: ModelShape, total_bytes: float) -> MemoryPlan:
     tokens = int(share.cache_bytes // (shape.kv_bytes / ranks))
     takes = (
         f"the learner takes about {format_bytes(learner)} ({format_bytes(states)} of weights, gradients and moments, "
+        f"{f'{format_bytes(gathered)} of gathered layers, ' if gathered else ''}"
         f"{format_bytes(activations)} of activations, {format_bytes(head)} of logits and the head)"
     )
     if tokens < longest or (time_sharing and learner + RELEASED_SERVER_BYTES > total_bytes):

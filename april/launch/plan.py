@@ -20,6 +20,7 @@ from april.launch.memory import (
     VALUE_BYTES,
     WEIGHT_BYTES,
     divide,
+    gathered_bytes,
     has_reference,
     pass_tokens,
     read_shape,
@@ -83,6 +84,7 @@ def needs_of(config: Config) -> Needs:
     fp32 = section.compute == "fp32"
     sizes = sizes_of(config)
     critics = sizes.model if needs_values(config.algorithm, imported=False) else 0
+    outside = max(0, sizes.outside - sizes.vocabulary * sizes.hidden)
     trained, each = sizes.trained + critics, VALUE_BYTES[section.master_weights]
     policy = float(sizes.held_bytes if config.lora.is_set else sizes.model * each)
     logits = min(BLOCK_LOGITS, tokens * sizes.vocabulary)
@@ -94,6 +96,7 @@ def needs_of(config: Config) -> Needs:
         "weights": (policy * (2 if has_reference(config) else 1) + critics * each + teacher_bytes(config)) / ranks,
         "gradients": trained * each / ranks,
         "optimizer": trained * state_bytes(section, sizes.matrices / max(1, sizes.trained)) / ranks,
+        "gathered layers": gathered_bytes(config, sizes.layer, outside),
         "activations": tokens * kept,
         "head or layer": head,
         "context": float(CONTEXT_BYTES),

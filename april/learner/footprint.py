@@ -41,6 +41,10 @@ class Footprint:
     """Size of the hidden states."""
     vocabulary: int
     layers: int
+    layer: int
+    """Parameters of the largest layer."""
+    outside: int
+    """Parameters outside the layers, such as the embedding's; those of a tied head are counted once."""
     kept_bytes: float
     """Bytes per token that all layers together keep for the backward pass."""
     largest_bytes: float
@@ -62,19 +66,22 @@ def footprint(
     held = sum(parameter.numel() * parameter.itemsize for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.trained)
     matrices = sum(parameter.numel() for name, parameter in policy.trained if is_matrix(name, parameter))
+    layers = [sum(parameter.numel() for parameter in each.parameters()) for each in text_model(policy.lm).layers]
+    outside = sum(parameter.numel() for parameter in policy.parameters()) - sum(layers)
     sharers = max(size for size in SHARERS if not objection_to_sharing(policy.lm, size))
     vocabulary, hidden = policy.lm.get_output_embeddings().weight.shape
     scale, dtype = 1 / tokens, torch.bfloat16 if bf16 else torch.float32
     in_tower = 0.0 if freeze_vision else kept_by_tower(policy_to_train(folder, adapter).lm, dtype)
     try:
-        outside, *kept = kept_by_layer(policy, dtype, tokens)
+        rest, *kept = kept_by_layer(policy, dtype, tokens)
     except ModelError:
         if bf16:
             raise
-        outside, *kept = kept_by_layer(policy_to_train(folder, adapter), torch.bfloat16, tokens)
+        rest, *kept = kept_by_layer(policy_to_train(folder, adapter), torch.bfloat16, tokens)
         scale *= 2  # experts' grouped products are known in 16 bits alone; fp32 keeps at most twice as much
-    total, largest = (outside + sum(kept)) * scale + in_tower, max(kept) * scale
-    return Footprint(own, held, trained, matrices, hidden, vocabulary, len(kept), total, largest, sharers)
+    total, largest = (rest + sum(kept)) * scale + in_tower, max(kept) * scale
+    sizes = own, held, trained, matrices, hidden, vocabulary, len(layers), max(layers), outside
+    return Footprint(*sizes, total, largest, sharers)
 
 
 def policy_to_train(folder: Path, adapter: LoraSection) -> Policy:

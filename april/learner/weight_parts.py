@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, zip_longest
+from itertools import chain, cycle, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -153,10 +153,11 @@ def gather_part(version: Version, tensors: Sequence[tuple[str, Tensor]], dtype: 
             own_heads, data = [heads[i] for i in members], empty_buffer(size)
     rotating = ((owner, bucket) for row in zip_longest(*gathered) for owner, bucket in enumerate(row) if bucket)
     under_way: deque[Transfer] = deque()
-    for owner, bucket in rotating:
+    memories = [MessageMemory() for _ in range(IN_FLIGHT)]
+    for (owner, bucket), memory in zip(rotating, cycle(memories)):
         if len(under_way) == IN_FLIGHT:
             under_way.popleft().finish()
-        under_way.append(Transfer(bucket, owner, data))
+        under_way.append(Transfer(bucket, owner, data, memory))
     while under_way:
         under_way.popleft().finish()
     for head, offset in zip(own_heads, layout(own_heads)[0], strict=True):
@@ -187,22 +188,40 @@ def in_buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield bucket
 
 
+class MessageMemory:
+    """Memory for the messages of a bucket, which those of the next one use again once it has arrived. Memory of their
+    own would stay with the process, in pieces of many sizes."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, messages: list[list[Share]]) -> list[Tensor]:
+        """A place for each message, uint8 [bytes]: its shares one after the other, each aligned."""
+        sizes = [sum(aligned(share.size) for share in its) for its in messages]
+        if messages and self._bytes.numel() < sum(sizes):
+            self._bytes = torch.empty(sum(sizes), dtype=torch.uint8, device=messages[0][0].piece.tensor.device)
+        return list(self._bytes[: sum(sizes)].split(sizes)) if messages else []
+
+
 class Transfer:
     """A bucket on its way from the ranks that hold its values to the rank that gathers it."""
 
-    def __init__(self, bucket: list[Piece], owner: int, data: Tensor):
+    def __init__(self, bucket: list[Piece], owner: int, data: Tensor, memory: MessageMemory):
         """Start to send or to receive this rank's values of the bucket. Collective. `data`: this rank's buffer."""
         self.data, rank = data, dist.get_rank()
         self.received: list[tuple[list[Share], Tensor]] = []
         """What each other rank sends to this one."""
         operations = []
         if rank != owner and (own := shares(bucket, rank, owner)):
-            operations.append(dist.P2POp(dist.isend, filled_message(own, rank, owner), owner))
+            (message,) = memory.take([own])
+            fill(message, own, rank, owner)
+            operations.append(dist.P2POp(dist.isend, message, owner))
         elif rank == owner:
-            for other in range(dist.get_world_size()):
-                if other != rank and (its := shares(bucket, other, owner)):
-                    self.received.append((its, empty_message(its)))
-                    operations.append(dist.P2POp(dist.irecv, self.received[-1][1], other))
+            given = {other: shares(bucket, other, owner) for other in range(dist.get_world_size()) if other != rank}
+            given = {other: its for other, its in given.items() if its}
+            self.received = list(zip(given.values(), memory.take(list(given.values())), strict=True))
+            of_others = zip(given, self.received, strict=True)
+            operations = [dist.P2POp(dist.irecv, message, other) for other, (_, message) in of_others]
         self.works = dist.batch_isend_irecv(operations) if operations else []
         if rank == owner:
             for share in shares(bucket, rank, owner):
@@ -225,17 +244,10 @@ def values_of(share: Share, rank: int, owner: int) -> Tensor:
     return local.detach().reshape(-1)[share.first - start : share.end - start]
 
 
-def filled_message(own: list[Share], rank: int, owner: int) -> Tensor:
-    """This rank's values of a bucket, one share after the other, each aligned, uint8 [bytes]."""
-    message = empty_message(own)
+def fill(message: Tensor, own: list[Share], rank: int, owner: int) -> None:
+    """Write this rank's values of a bucket into their message."""
     for share, place in zip(own, message.split([aligned(share.size) for share in own]), strict=True):
         place[: share.size].view(share.piece.dtype).copy_(values_of(share, rank, owner))
-    return message
-
-
-def empty_message(its: list[Share]) -> Tensor:
-    size = sum(aligned(share.size) for share in its)
-    return torch.empty(size, dtype=torch.uint8, device=its[0].piece.tensor.device)
 
 
 def aligned(size: int) -> int:

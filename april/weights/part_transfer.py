@@ -169,20 +169,23 @@ class DeltaRetry:
     after a second failure the next two, then four and so on. A delta that succeeds ends that."""
 
     def __init__(self) -> None:
-        self._pause = self._left = 0
+        self._pause = self._whole_versions = 0
 
     def failed(self, base: DeltaBase, why: object) -> None:
         """A delta to `base` could not be received or applied."""
-        self._pause = self._left = min(2 * self._pause or 1, MOST_WHOLE)
+        self._pause = self._whole_versions = min(2 * self._pause or 1, MOST_WHOLE)
         log.warning(
-            "a delta to %s has failed: %s; it and %d versions after it come whole", base.version, why, self._left
+            "a delta to %s has failed: %s; it and %d versions after it come whole",
+            base.version,
+            why,
+            self._whole_versions,
         )
 
     def takes_next(self, was_delta: bool) -> bool:
         """Note that a version has arrived; returns whether the next one may come as a delta to it."""
         if was_delta:
             self._pause = 0
-        self._left, was_left = max(0, self._left - 1), self._left
+        self._whole_versions, was_left = max(0, self._whole_versions - 1), self._whole_versions
         return not was_left
 
 

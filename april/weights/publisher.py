@@ -412,7 +412,8 @@ class WeightPublisher:
         ended."""
         with self._changed:
             while not self._closed and channel.state != "lost":
-                if (newest := self._snapshot) and newest.version != channel.acknowledged:
+                if self._snapshot and self._snapshot.version != channel.acknowledged:
+                    newest = self._snapshot  # in no variable while this thread waits: it would outlive its withdrawal
                     if self._ranks:  # before the next version replaces this one
                         as_delta = bool(delta_base_for(channel, newest))
                         self._ranks.tell(HoldPart(channel.name, newest.version, as_delta))

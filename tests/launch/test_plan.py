@@ -64,6 +64,7 @@ def test_what_is_trained_and_kept_is_counted(config_file, large):
     assert learner(*RECOMPUTED)["activations"] < 0.1 * plain["activations"]
     assert learner(*RECOMPUTED, "--learner.activations_on_host", "true")["activations"] == 0
     assert learner("--lora.rank", "2")["gradients"] < 0.01 * plain["gradients"]
+    assert plain["gathered layers"] == 0 < learner("--learner.ranks", "2")["gathered layers"] < plain["weights"]
     assert 1.2 < learner("--learner.compute", "fp32")["activations"] / plain["activations"] < 2
 
 
