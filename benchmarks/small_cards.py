@@ -9,6 +9,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import shutil
 import tempfile
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +17,7 @@ from statistics import fmean
 import torch
 from common import Row, parser, quickstart_policy, read_runs, report, write_run
 from learning import AS_IT_IS, HELD_OUT, gap_rows, train
+from transformers import AutoModelForCausalLM
 
 from april.data.arithmetic import make_data
 
@@ -52,12 +54,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="april-small-cards-") as made:
         folder = Path(made)
         policy = quickstart_policy(folder, given.quick)
+        in_bf16 = save_in_bf16(policy, folder / "bf16")
         prompts, _ = make_data(folder / "data")
         for seed in range(seeds):
             for arm in arms:
                 if (arm, seed) not in known:
                     keys = {"schedule.max_steps": steps} | ARMS[arm]
-                    reached = train(folder, policy, prompts, AS_IT_IS, "sync", seed, keys, held_out).held_out
+                    start = in_bf16 if arm.startswith("lora") else policy  # whose base a bf16 one does not round
+                    reached = train(folder, start, prompts, AS_IT_IS, "sync", seed, keys, held_out).held_out
                     known[arm, seed] = reached
                     write_run(given.runs, {"arm": arm, "seed": seed, "steps": steps, "held_out": reached})
                     print(f"{arm}, seed {seed}: held out {reached:.4f}", flush=True)
@@ -67,6 +71,13 @@ def main() -> None:
         differences = [ours - theirs for ours, theirs in zip(of_arm[arm], of_arm[BESIDE[arm]], strict=True)]
         rows += gap_rows(f"heldout_gap_{arm}", differences, "accuracy", two_sided=True)
     report(rows, given.json)
+
+
+def save_in_bf16(policy: Path, folder: Path) -> Path:
+    """A copy of a policy with weights in bfloat16."""
+    shutil.copytree(policy, folder)
+    AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
 
 
 if __name__ == "__main__":

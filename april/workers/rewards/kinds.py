@@ -33,7 +33,7 @@ def are_opposed(label: str, answer: str) -> bool:
     if have_opposites(*words) or sorted(CONDITION.findall(label)) != sorted(CONDITION.findall(answer)):
         return True
     directions = [COMPASS.findall(text) for text in (label, answer)]
-    if all(directions) and directions[0] != directions[1]:
+    if directions[0] != directions[1]:
         return True
     kinds = [kind_of(text) for text in (label, answer)]
     if all(kinds) and kinds[0] != kinds[1]:

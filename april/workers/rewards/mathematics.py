@@ -9,14 +9,15 @@ the library's other ways of reading would take the last number of a text that th
 import logging
 import math as floats
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+from april.workers.rewards.congruences import compared_congruences, congruence_of
 from april.workers.rewards.intervals import union_of
 from april.workers.rewards.kinds import are_opposed
 from april.workers.rewards.messages import Undecided, right_or_wrong
+from april.workers.rewards.spellings import GROUPED, SIGN, spelled
 from april.workers.rewards.text import (
     END_OF_THINKING,
     after_phrase,
@@ -26,7 +27,7 @@ from april.workers.rewards.text import (
     last_boxed,
     without_end,
 )
-from april.workers.rewards.units import measured, unit_behind, with_unit
+from april.workers.rewards.units import in_radians, measured, unit_behind, with_unit
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -40,6 +41,8 @@ RESPONSE_MARK = "###Response"
 DOLLAR = re.compile(r"(?<!\\)\$")
 """Regular expression for a dollar sign that begins or ends a formula; `\\$` is a currency."""
 
+TEXT_LABEL = re.compile(r"[\w\s.,:;'/-]+")
+"""Regular expression for a label that is compared as text when it is no mathematics, such as a time."""
 BETWEEN_BOXES = re.compile(
     r"(?:[\s$&]|\\[()\[\]]|\\q?quad|\\text\s*\{|\}|[a-zA-Z]\s*=|(?P<joined>[,;]|\b(?:and|or)\b))*"
 )
@@ -127,6 +130,8 @@ def equivalent(label: str, answer: str, whole: bool = True) -> bool:
     if whole and (decided := compared_as_text(label_text(label), answer)) is not None:
         return decided
     try:
+        if whole and (angles := in_radians(label_text(label), answer)):
+            return _equal(*map(read_whole, angles))
         found = read_whole(answer) if whole else read_within(answer)
         if (
             decided := compared_by_units(label_text(label), answer, "" if whole else str((found or [""])[-1]))
@@ -167,6 +172,8 @@ def parsed_label(label: str) -> tuple:
     unit = measured(label_text(label))
     if unit and unit.certain:
         label = unit.value
+    if congruence := congruence_of(label_text(label)):
+        label = ", ".join(map(str, sorted(congruence.residues)))
     if (joined := DOLLAR.sub("", label)) != union_of(joined):
         label, delimited = joined, False
     gold = read_within(label) if delimited and not unit else read_whole(label_text(label))
@@ -208,70 +215,6 @@ def _equal(gold: list[Any], answer: list[Any]) -> bool:
     return verify(gold, answer, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True)
 
 
-# --- how a person writes -> what the library reads ----------------------------------------------------------------
-
-TEXT_LABEL = re.compile(r"[\w\s.,:;'/-]+")
-"""Regular expression for a label that is compared as text when it is no mathematics, such as a time."""
-GROUPED = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f_])+(?=\d{3}(?!\d))")
-"""Regular expression for a space between thousands in a number, which the library would read as a product."""
-SIGN = re.compile("[\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}]")
-POWERS = (("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12))
-FUNCTION = "(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp"
-SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (SIGN, "-"),
-    (re.compile(r"\{:\}|\\colon(?![a-z])"), ":"),
-    (re.compile(rf"\\(?:operatorname|mathrm|text)\s*\{{\s*({FUNCTION})\s*\}}"), r"\\\1 "),
-    *(
-        (re.compile(rf"\\text\s*\{{\s*{word}\s*\}}|(?<=\d)\s*{word}\b"), rf"\\times 10^{{{power}}}")
-        for word, power in POWERS
-    ),
-    (re.compile(r"(?<![a-zA-Z\\])(alpha|beta|gamma|theta|lambda|omega|phi)(?![a-zA-Z])"), r"\\\1 "),
-    (re.compile(rf"(?<![a-zA-Z\\])({FUNCTION})(?=(?:[xt])?(?![a-zA-Z]))"), r"\\\1 "),
-    (re.compile(r"(?<![a-zA-Z\\])sqrt\s*(\d+)"), r"\\sqrt{\1}"),
-    (re.compile("\N{DEGREE SIGN}"), r"^\\circ "),
-    (GROUPED, ""),
-    (re.compile(r"(?<=\d)\.(?=\s*(?:$|[,;}]))"), ""),
-    (re.compile(r"\*\*"), "^"),
-    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1\\times 10^{\2}"),
-    (re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
-    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])|\N{GREEK SMALL LETTER PI}"), r"\\pi "),
-    (re.compile(r"(?<![a-zA-Z\\])(?:oo|inf|infinity)(?![a-zA-Z])|\N{INFINITY}"), r"\\infty "),
-    (re.compile(r"\\varnothing(?![a-zA-Z])|\N{EMPTY SET}"), r"\\emptyset "),
-    (re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}"), lambda found: repeating(*found.groups())),
-    (re.compile(r"\N{SQUARE ROOT}\s*\(?(\d+)\)?"), r"\\sqrt{\1}"),
-    *(
-        (re.compile(sign), rf"\\{command} ")
-        for sign, command in (
-            ("\N{MULTIPLICATION SIGN}", "times"), ("\N{DOT OPERATOR}|\N{MIDDLE DOT}", "cdot"),
-            ("\N{LESS-THAN OR EQUAL TO}", "le"), ("\N{GREATER-THAN OR EQUAL TO}", "ge"), ("\N{NOT EQUAL TO}", "neq"),
-            ("\N{UNION}", "cup"), ("\N{ELEMENT OF}", "in"), ("\N{PLUS-MINUS SIGN}", "pm"),
-        )
-    ),
-]  # fmt: skip
-"""(regular expression, replacement): ways to write an answer that the library does not read or reads as another one."""
-
-
-LAST_LETTERS = re.compile(r"(?<=[\s\d}])([A-Za-z]{1,4})\s*$")
-"""Regular expression for variables at the end of a product, such as 2rh, which the library would drop as a unit."""
-
-
-def spelled(text: str) -> str:
-    """The text in the spelling that the library reads."""
-    for pattern, replacement in SPELLINGS:
-        text = pattern.sub(replacement, text)
-    union = union_of(text)
-    unit = measured(text)
-    if union != text or (unit and unit.certain):
-        return union
-    return LAST_LETTERS.sub(lambda found: "".join(f"{{{letter}}}" for letter in found[1]), text)
-
-
-def repeating(whole: str, decimals: str, period: str) -> str:
-    """A repeating decimal as a fraction in TeX."""
-    nines = "9" * len(period) + "0" * len(decimals)
-    return rf"\frac{{{int(whole + decimals + period) - int(whole + decimals or '0')}}}{{{nines}}}"
-
-
 NUMERAL = re.compile(r"\(?([0-9A-Za-z]+)\)?_\s*\{?\s*(\d{1,2})\s*\}?")
 """Regular expression for a number with its base as subscript."""
 TIME = re.compile(r"(?i)(\d{1,2}(?:(?::\d\d){1,2}(?=[ap]?)|(?=[ap])))(?:([ap])\.?m\.?)?")
@@ -293,7 +236,9 @@ def compared_as_text(label: str, answer: str) -> bool | None:
     """
     if is_same_text(label, answer):
         return True
-    if are_opposed(label, answer):
+    if (decided := compared_congruences(label, answer)) is not None:
+        return decided
+    if not in_radians(label, answer) and are_opposed(label, answer):
         return False
     if "=" not in answer and EQUATION.match(GROUPS.sub("", label)):
         return False
@@ -314,6 +259,8 @@ def compared_as_text(label: str, answer: str) -> bool | None:
         return wanted_base[1].lower() == found.lower()
     if found_base and wanted.isdigit():
         return value_in_base(*found_base.groups()) == int(wanted)
+    if spelled(label).strip() == spelled(answer).strip() == r"\emptyset":
+        return True
     texts = [unwrapped(text) for text in (label, answer)]
     if all(WORDS.fullmatch(text) and not FUNCTIONS.search(text) for text in texts):
         return texts[0].casefold().split() == texts[1].casefold().split()

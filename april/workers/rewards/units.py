@@ -32,11 +32,19 @@ class Measured(NamedTuple):
 
     def in_base_units(self) -> str:
         """The value in TeX, multiplied by the factor."""
-        value = THOUSANDS.sub("", self.value.rpartition("=")[2])
+        value = DECIMAL.sub(exact, THOUSANDS.sub("", self.value.rpartition("=")[2]))
         return rf"\left({value}\right)\cdot\frac{{{self.factor.numerator}}}{{{self.factor.denominator}}}"
 
 
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)")
+
+
+def exact(decimal: re.Match[str]) -> str:
+    """A decimal number as a fraction in TeX, which does not round."""
+    return rf"\frac{{{int(decimal[1] + decimal[2])}}}{{{10 ** len(decimal[2])}}}"
+
+
 TABLE = """
 length: 1 m meter metre; 1000 km kilometer kilometre; 1/10 dm decimeter; 1/100 cm centimeter centimetre
 length: 1/1000 mm millimeter millimetre; 1/1000000 micrometer micron; 1/1000000000 nm nanometer
@@ -128,6 +136,10 @@ AMOUNT = re.compile(
 UNIT_FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*{FONT.pattern}\s*\}}\s*\{{\s*{FONT.pattern}\s*\}}")
 SUM = re.compile(r"[^\s{^(eE=]\s*[+-]")
 PRICE = re.compile(r"\\?(?P<sign>[$\u20ac\u00a3])(?P<value>[^$\u20ac\u00a3]*\d[^$\u20ac\u00a3]*)")
+COMMAND = re.compile(r"\\[a-zA-Z]")
+SUMMAND = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+SUMMANDS = re.compile(rf"\s*{SUMMAND.pattern}(?:(?:\s|,|\\[,;: ]|\band\b)*{SUMMAND.pattern})+\s*")
+"""Regular expressions for a number with its unit, and for several of them."""
 LONGEST = 200
 """Longest answer in which a unit is looked for (characters)."""
 BEHIND_BOX = re.compile(r"[,;!?\n$]|\.(?=\s|$)|\\[)\]]")
@@ -159,6 +171,8 @@ def measured(answer: str) -> Measured | None:
         answer = inside[1].strip()
     if (price := PRICE.fullmatch(answer)) and AMOUNT.fullmatch(price["value"]):
         return of_unit(price["value"], CURRENCIES[price["sign"]])
+    if together := sum_of_units(answer):
+        return together
     found = MEASURED.fullmatch(answer)
     if not found:
         return None
@@ -177,7 +191,25 @@ def measured(answer: str) -> Measured | None:
             return None
         return unit_and_things(value, unit, words)
     is_speed = set(result.dimension) >= {("length", 1)} and "/" in unit
-    return result._replace(certain=not is_attached or max(map(len, words)) > 1 or is_speed)
+    is_letter = is_bare and max(map(len, words)) == 1 and not is_speed
+    return result._replace(certain=not is_letter or not (is_attached or COMMAND.search(value)))
+
+
+def sum_of_units(answer: str) -> Measured | None:
+    """An answer in several units of one quantity, such as 1 hour 30 minutes, in the smallest of them; None for any
+    other."""
+    text = FONT.sub(r" \1 ", answer)
+    if not SUMMANDS.fullmatch(text):
+        return None
+    try:
+        parts = [of_unit(value, unit) for value, unit in SUMMAND.findall(text)]
+    except KeyError:
+        return None
+    sizes = [part.factor for part in parts]
+    if len({part.dimension for part in parts}) > 1 or not parts[0].dimension or sizes != sorted(set(sizes))[::-1]:
+        return None
+    total = sum(Fraction(part.value) * part.factor for part in parts) / sizes[-1]
+    return parts[-1]._replace(value=rf"\frac{{{total.numerator}}}{{{total.denominator}}}")
 
 
 def unit_and_things(value: str, unit: str, words: list[str]) -> Measured:
@@ -241,3 +273,21 @@ def with_unit(answer: str, behind: str) -> str:
     words = re.split(r"\bin\b", BEHIND_BOX.split(behind.lstrip(" $*"), maxsplit=1)[0])[0].split()
     texts = (" ".join([answer, *words[:count]]) for count in range(min(len(words), 3), 0, -1))
     return next((text for text in texts if (unit := measured(text)) and unit.dimension), answer)
+
+
+DEGREES = re.compile(r"(?P<value>.+?)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\xb0|\\?(?:text\s*\{)?\s*degrees?\s*\}?)")
+"""Regular expression for an angle in degrees."""
+RADIANS = re.compile(r"(?P<value>.*(?:\\pi|\bpi|\u03c0).*?)\s*(?:\\text\s*\{\s*rad(?:ians?)?\s*\}|rad(?:ians?)?)?")
+"""Regular expression for an angle that is a part of pi."""
+
+
+def in_radians(label: str, answer: str) -> tuple[str, str] | None:
+    """Label and answer in radians, in TeX, if one of them is in degrees and the other a part of pi."""
+    texts = [text.strip(" $") for text in (label, answer)]
+    degrees, radians = [DEGREES.fullmatch(text) for text in texts], [RADIANS.fullmatch(text) for text in texts]
+    for one, other in ((0, 1), (1, 0)):
+        angle, part = degrees[one], radians[other]
+        if angle and part and not degrees[other] and AMOUNT.fullmatch(angle["value"]) and "pi" not in angle["value"]:
+            converted = rf"\left({angle['value']}\right)\cdot\frac{{\pi}}{{180}}", part["value"]
+            return converted if one == 0 else converted[::-1]
+    return None

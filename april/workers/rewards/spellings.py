@@ -1,0 +1,89 @@
+"""How a person writes an answer, in the spelling that the library of mathematics reads."""
+
+import re
+from collections.abc import Callable
+
+from april.workers.rewards.intervals import union_of
+from april.workers.rewards.units import measured
+
+GROUPED = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f_])+(?=\d{3}(?!\d))")
+"""Regular expression for a space between thousands in a number, which the library would read as a product."""
+SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d|\s*/)")
+"""Regular expression for a number in groups of three digits, with plain spaces between."""
+SIGN = re.compile("[\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}]")
+TEXT = r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mh]box)\s*"
+"""Regular expression for TeX's commands for text, before their brace."""
+POWERS = (("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12))
+FUNCTION = "(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp"
+SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (SIGN, "-"),
+    (re.compile(r"\{:\}|\\colon(?![a-z])"), ":"),
+    (re.compile(rf"\\(?:operatorname|mathrm|text)\s*\{{\s*({FUNCTION})\s*\}}"), r"\\\1 "),
+    *(
+        (re.compile(rf"\\text\s*\{{\s*{word}\s*\}}|(?<=\d)\s*{word}\b"), rf"\\times 10^{{{power}}}")
+        for word, power in POWERS
+    ),
+    (re.compile(rf"(?<=\d)\s*(?:{TEXT}\{{\s*)?dozen\b\s*\}}?"), r"\\times 12"),
+    (re.compile(r"(?<![a-zA-Z\\])(alpha|beta|gamma|theta|lambda|omega|phi)(?![a-zA-Z])"), r"\\\1 "),
+    (re.compile(rf"(?<![a-zA-Z\\])({FUNCTION})(?=(?:[xt])?(?![a-zA-Z]))"), r"\\\1 "),
+    (re.compile(r"(?<![a-zA-Z\\])sqrt\s*(\d+)"), r"\\sqrt{\1}"),
+    (re.compile("\N{DEGREE SIGN}"), r"^\\circ "),
+    (GROUPED, ""),
+    (SPACED, lambda found: found[0].replace(" ", "")),
+    (
+        re.compile(rf"(\d+)\s*\^?\s*\{{?\s*(?:{TEXT}\{{\s*)?(st|nd|rd|th)(?![a-zA-Z])[\s}}]*"),
+        lambda found: found[1] if found[2] == ending_of(found[1]) else found[0],
+    ),
+    (re.compile(rf"(\d+)\s*(?:{TEXT}\{{)?\s*out of\s*\}}?\s*(\d+)"), r"\\frac{\1}{\2}"),
+    (re.compile(rf"(?i)^\s*(?:{TEXT}\{{)?\s*no (?:real )?solutions?\.?\s*\}}?\s*$"), r"\\emptyset "),
+    (
+        re.compile(r"\\begin\{[pb]matrix\}((?:[^&\\]|\\(?![\\e]))+(?:\\\\(?:[^&\\]|\\(?![\\e]))+)+)\\end\{[pb]matrix\}"),
+        lambda found: f"({', '.join(found[1].split(chr(92) * 2))})",
+    ),
+    (re.compile(r"(?:\\left\s*)?\\langle(?![a-zA-Z])"), "("),
+    (re.compile(r"(?:\\right\s*)?\\rangle(?![a-zA-Z])"), ")"),
+    (re.compile(r"(?<=\d)\.(?=\s*(?:$|[,;}]))"), ""),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1\\times 10^{\2}"),
+    (re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])|\N{GREEK SMALL LETTER PI}"), r"\\pi "),
+    (re.compile(r"(?<![a-zA-Z\\])(?:oo|inf|infinity)(?![a-zA-Z])|\N{INFINITY}"), r"\\infty "),
+    (re.compile(r"\\varnothing(?![a-zA-Z])|\N{EMPTY SET}"), r"\\emptyset "),
+    (re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}"), lambda found: repeating(*found.groups())),
+    (re.compile(r"\N{SQUARE ROOT}\s*\(?(\d+)\)?"), r"\\sqrt{\1}"),
+    *(
+        (re.compile(sign), rf"\\{command} ")
+        for sign, command in (
+            ("\N{MULTIPLICATION SIGN}", "times"), ("\N{DOT OPERATOR}|\N{MIDDLE DOT}", "cdot"),
+            ("\N{LESS-THAN OR EQUAL TO}", "le"), ("\N{GREATER-THAN OR EQUAL TO}", "ge"), ("\N{NOT EQUAL TO}", "neq"),
+            ("\N{UNION}", "cup"), ("\N{ELEMENT OF}", "in"), ("\N{PLUS-MINUS SIGN}", "pm"),
+        )
+    ),
+]  # fmt: skip
+"""(regular expression, replacement): ways to write an answer that the library does not read or reads as another one."""
+
+
+LAST_LETTERS = re.compile(r"(?<=[\s\d}])([A-Za-z]{1,4})\s*$")
+"""Regular expression for variables at the end of a product, such as 2rh, which the library would drop as a unit."""
+
+
+def spelled(text: str) -> str:
+    """The text in the spelling that the library reads."""
+    for pattern, replacement in SPELLINGS:
+        text = pattern.sub(replacement, text)
+    union = union_of(text)
+    unit = measured(text)
+    if union != text or (unit and unit.certain):
+        return union
+    return LAST_LETTERS.sub(lambda found: "".join(f"{{{letter}}}" for letter in found[1]), text)
+
+
+def ending_of(number: str) -> str:
+    """The ending of an ordinal number."""
+    return "th" if number[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(number[-1], "th")
+
+
+def repeating(whole: str, decimals: str, period: str) -> str:
+    """A repeating decimal as a fraction in TeX."""
+    nines = "9" * len(period) + "0" * len(decimals)
+    return rf"\frac{{{int(whole + decimals + period) - int(whole + decimals or '0')}}}{{{nines}}}"
