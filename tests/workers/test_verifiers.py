@@ -298,7 +298,9 @@ def test_gsm8k_reads_a_hostile_response_in_linear_time(text):
         ("The answer is clearly **A**", "A"), ("That leaves B.", "B"), ("The answer is not A.", None),
         ("Answer: C\n(If n is even, it would be B.)", "C"), ("Answer: B or C", None), ("Answer: B/C", None),
         (r"\boxed{A} or \boxed{B}", None), ("The answer is B and A is wrong.", "B"),
-        ("The answer is A or B. It must be B.", "B"),
+        ("The answer is A or B. It must be B.", "B"), ("The answer is not A but B.", "B"),
+        ("The correct option is not (A), but rather (C).", "C"), ("So B is true.", "B"),
+        ("A is true. The answer is D.", "D"), ("Let me see.\nB) 12", "B"), ("A) 10\nB) 12", None), ("B. Paris", "B"),
     ],
 )  # fmt: skip
 def test_choice_finds_the_letter_that_was_chosen(response, letter):

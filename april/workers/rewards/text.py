@@ -91,28 +91,33 @@ MODAL = (
 )
 IS = rf"(?:{MODAL}|is{SURELY}|would{SURELY}\s+be)"
 """Regular expression for "is", "must be", "should therefore be" and the like."""
+REJECTED = r"(?:\s+(?i:not)\b[^.\n]{1,40}?\b(?i:but)(?:\s+(?i:rather))?\b)?"
+"""Regular expression for what is said not to be chosen, as in "not A but B"."""
 ENDING = r"(?=\W*(?:\n|$)|\W{0,3}[.,;)]|\W*\s(?:because|since|as)\b)"
 """Regular expression for what follows a letter that ends its clause."""
 CHOICE_PHRASES = tuple(
     re.compile(phrase)
     for phrase in (
-        rf"\b(?i:answer)(?:\W*(?i:{IS}))?(?:\W*(?i:the\s+)?{NOUN}(?:\s+(?i:{IS}))?)?{LETTER}",
-        rf"\b{NOUN}(?:(?i:\s+{IS})|\W*?:){LETTER}",
+        rf"\b(?i:answer)(?:\W*(?i:{IS}))?{REJECTED}(?:\W*(?i:the\s+)?{NOUN}(?:\s+(?i:{IS}))?)?{LETTER}",
+        rf"\b{NOUN}(?:(?i:\s+{IS}){REJECTED}|\W*?:){LETTER}",
         rf"\b(?i:(?:choose|pick|select|go\s+with)(?:\s+(?:answer|choice|option))?){LETTER}",
         rf"\b(?i:{MODAL}|(?:it|this|that|one|solution|guess)(?:\s+{IS}|['\u2019]s)|leaves(?:\s+us\s+with)?|left\s+with|"
         rf"corresponds\s+to|matches|I['\u2019]d\s+say)\W{{1,3}}(?:(?i:the\s+)?{NOUN}\W{{1,3}})?([A-Z])\b{ENDING}",
         rf"(?<![\w'])([A-Z])\b\W{{0,4}}\s(?i:{IS}\s+(?:the\s+)?(?:only\s+)?(?:correct|right|best|answer|one)\b|it\s+is\b|"
         r"fits\s+best\b)",
         rf"\b(?i:therefore|thus|hence|so)\b\W{{1,3}}(?:(?i:the\s+)?{NOUN}\W{{1,3}})?([A-Z])\b(?=\W*(?:\n|$)|[.,;)])",
+        rf"(?<![\w'])([A-Z])\b\W{{0,4}}\s(?i:{IS}\s+true\b)",
         r"(?:答案|选项|选择|应选|故选|选)(?:是|为|应为|应该是)?\W{0,3}([A-Z])(?![A-Za-z])",
     )
 )
-SUPPOSED = 3
-"""Index of the phrases such as "it would be", which count only where no phrase says more."""
+SUPPOSED = (3, 6)
+"""Indexes of the phrases such as "it would be" and "B is true", which count only where no phrase says more."""
 HEDGE = re.compile(r"[\s$*)]*(?:/|(?:or|and)\b)[\s$*(]*[A-Z](?![\w'])(?!\s+(?:is|are|was)\b)")
 """Regular expression for another letter behind the chosen one, as in "B or C"."""
 BETWEEN_CHOICES = re.compile(r"[\s$]*\bor\b[\s$]*")
 """Regular expression for what stands between two boxes that are alternatives."""
+LISTED = re.compile(r"^\W*([A-Z])[.):]\W*\s\S")
+"""Regular expression for a line that is a choice with its text, as in "B) 12"."""
 LONE_CHOICE = re.compile(rf"^\W*(?:{NOUN}\W+)?([A-Z])\W*$")
 
 
@@ -180,7 +185,7 @@ def chosen_letter(text: str) -> str | None:
             return letter[1].upper()
     text = FONT.sub("", text)
     choices = [
-        (rank != SUPPOSED, found.span(found.lastindex or 0), found)
+        (rank not in SUPPOSED, found.span(found.lastindex or 0), found)
         for rank, phrase in enumerate(CHOICE_PHRASES)
         for found in phrase.finditer(text)
     ]
@@ -190,6 +195,8 @@ def chosen_letter(text: str) -> str | None:
         return last[last.lastindex or 0].upper()
     lines = text.strip().splitlines()
     letter = LONE_CHOICE.match(lines[-1]) if lines else None
+    if not letter and sum(LISTED.match(line) is not None for line in lines) == 1:  # more would be the choices
+        letter = LISTED.match(lines[-1])
     return letter[1] if letter else None
 
 
