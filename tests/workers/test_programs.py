@@ -31,6 +31,8 @@ DEFINED = {
     "an import of the program": "from solution import add\ndef test_add():\n    assert add(1, 2) == 3",
     "a star import of it": "from solution import *\ndef test_add():\n    assert add(1, 2) == 3",
     "the program's module": "import solution\ndef test_add():\n    assert solution.add(1, 2) == 3",
+    "the program's module, not imported": "assert solution.add(1, 2) == 3",
+    "a function of the program's module": '{"fn_name": "solution.add", "inputs": [[1, 2]], "outputs": [3]}',
     "pytest's parameters":
         "import pytest\n@pytest.mark.parametrize('a,b', [(1, 3), (2, 4)])\ndef test_add(a, b):\n"
         "    assert add(a, 2) == b",

@@ -98,9 +98,9 @@ def tests_in(content: Any, around: dict) -> Iterator[Test]:
     """Tests of a label's content, or of a part of it. `around`: the object that the part is in."""
     if isinstance(content, str):
         function = function_in(around)
-        if owner := METHOD.match(named_in(around)):
-            called = f"\ncheck({owner[1]}().{function})" if CHECK.search(content) else ""
-            yield plan_of(content + called, around.get("prompt"), owner=owner[1])
+        if owner := owner_in(around):
+            called = f"\ncheck({owner}().{function})" if CHECK.search(content) else ""
+            yield plan_of(content + called, around.get("prompt"), owner=owner)
         else:
             yield plan_of(content, around.get("prompt"), function)
     elif isinstance(content, list) and all(isinstance(each, str) for each in content):
@@ -129,8 +129,7 @@ def tests_of_object(content: dict, around: dict) -> Iterator[Test]:
             "'fn_name', 'inputs' with a list of arguments for each call, and 'outputs'"
         )
     if "inputs" in content or "outputs" in content:
-        owner = METHOD.match(named_in(outer))
-        yield from pairs_in(content, function_in(outer), owner[1] if owner else "Solution")
+        yield from pairs_in(content, function_in(outer), owner_in(outer) or "Solution")
         return
     found = [name for name in (*COLUMNS, "test", "test_list", "assertions") if content.get(name)]
     if not found:
@@ -156,6 +155,12 @@ def function_in(columns: dict) -> str:
     if name and not name.isidentifier():
         raise ValueError(f"the label names {given[:60]!r} as its function; expected a name, or CLASS().NAME")
     return name
+
+
+def owner_in(columns: dict) -> str:
+    """Class whose method is under test; empty without one. The program's module, as in `solution.add`, is none."""
+    owner = METHOD.match(named_in(columns))
+    return owner[1] if owner and owner[1] not in PROGRAM_MODULES else ""
 
 
 def named_in(columns: dict) -> str:

@@ -369,7 +369,9 @@ class Judge:
             try:
                 known[name] = self.name(name)
             except KeyError:
-                if name in self.plan["needed"]:
+                if name in self.plan["modules"]:
+                    known[name] = sys.modules[name]
+                elif name in self.plan["needed"]:
                     raise NameError(f"name {name!r} is not defined") from None
         known["candidate"] = candidate = self.name(entry_point) if entry_point else None
         exec(compiled(self.plan["source"], "label"), known)
