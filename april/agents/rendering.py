@@ -86,10 +86,9 @@ class Renderer:
 
     def _render(self, messages: list[Message], tools: list[Any] | None) -> str:
         try:
-            return self.tokenizer.inner.apply_chat_template(
-                messages, tools=tools or None, chat_template=self.template, add_generation_prompt=True, tokenize=False,
-                **self.options,
-            )  # fmt: skip
+            return self.tokenizer.print_chat(
+                messages, self.template, tools=tools or None, add_generation_prompt=True, **self.options
+            )
         except Exception as error:  # a template is the model's own program: it may fail in any way
             raise BadMessages(f"the chat template refuses these messages: {type(error).__name__}: {error}") from None
 

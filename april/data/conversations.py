@@ -20,7 +20,7 @@ from april.config import DataSection, SourceSection
 from april.config.data import Mapping
 from april.config.sft import SftSection
 from april.data.dataset import Dataset, add_rows, given_record, mapping_of
-from april.data.messages import BadMessages, Message, canonical, check_printed
+from april.data.messages import BadMessages, Message, canonical, check_distinct, check_printed
 from april.data.rows import MISSING, BadRow, DatasetRow, checked_prompt, excerpt, find_field, has_other_parts, value_at
 from april.data.tokenizer import Tokenizer
 from april.util.text import first_line
@@ -159,6 +159,7 @@ class ConversationEncoder:
             messages = [canonical(message, self._template) for message in row.prompt]
             text = self._print(messages, row)
             check_printed(messages, text)
+            check_distinct(messages, self._template, lambda changed: self._print(changed, row))
             if self._marks_assistant:
                 return self._marked(messages, row)
             return self._found(messages, row, text)
@@ -183,14 +184,14 @@ class ConversationEncoder:
 
     def _print(self, messages: list[Message], row: DatasetRow, is_open: bool = False) -> str:
         """The text of messages; `is_open`: with the prompt of the assistant's next turn."""
-        return self.tokenizer.inner.apply_chat_template(
-            messages, tools=list(row.tools) or None, tokenize=False, add_generation_prompt=is_open, **self.options
+        return self.tokenizer.print_chat(
+            messages, tools=list(row.tools) or None, add_generation_prompt=is_open, **self.options
         )
 
     def _marked(self, messages: list[Message], row: DatasetRow) -> tuple[list[int], np.ndarray]:
         """Ids, and which are the assistant's by the marks in the template."""
         found = self.tokenizer.inner.apply_chat_template(
-            messages, tools=list(row.tools) or None, tokenize=True, return_dict=True,
+            self.tokenizer.for_template(messages), tools=list(row.tools) or None, tokenize=True, return_dict=True,
             return_assistant_tokens_mask=True, **self.options,
         )  # fmt: skip
         return found["input_ids"], np.asarray(found["assistant_masks"], bool)

@@ -6,6 +6,7 @@ them: text that stands in a list of parts, or under a role that a template does 
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ IMAGE = "image"
 """Type of content parts that are images, in canonical messages."""
 ALIASES = {"developer": "system", "observation": "tool"}
 """Roles under which some models know another role; a template that names the alias itself gets it unchanged."""
+STAND_IN = "zqxjzqxj"
+"""A text that no template has."""
 PLAIN = re.compile(r"[A-Za-z0-9 ]+")
 """Regular expression for what looks the same in a text, in JSON and in JSON within JSON."""
 THOUGHTS = re.compile(r"(?s).*</think(?:ing)?>")
@@ -96,6 +99,34 @@ def tool_call(call: Any) -> Message:
         return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     except (KeyError, TypeError, msgspec.DecodeError, RecursionError):
         raise BadMessages("a tool call has a function with a name, and arguments as JSON") from None
+
+
+def with_text_arguments(messages: list[Message]) -> list[Message]:
+    """Canonical messages with the arguments of tool calls as JSON, for templates that take them as text."""
+
+    def as_text(call: Message) -> Message:
+        function = call["function"]
+        return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        message | {"tool_calls": [as_text(call) for call in message["tool_calls"]]} if "tool_calls" in message
+        else message
+        for message in messages
+    ]  # fmt: skip
+
+
+def check_distinct(messages: list[Message], template: str, render: Callable[[list[Message]], str]) -> None:
+    """Check that a short text of a message is printed, and not only the same words of the chat template's own, by
+    printing another text in its place. `render`: what the template prints of messages. Raises BadMessages."""
+    own = _squeezed(template)
+    for number, message in enumerate(messages):
+        said = "".join(texts_of(message))
+        if said.strip() and isinstance(message["content"], str) and _squeezed(said) in own:
+            changed = [*messages[:number], {**message, "content": STAND_IN}, *messages[number + 1 :]]
+            if STAND_IN not in render(changed):
+                raise BadMessages(
+                    f"the chat template does not print {_excerpt(said)} of message {number} (role {message['role']!r})"
+                )
 
 
 def check_printed(messages: list[Message], printed: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from april.config import ConfigError
 from april.data.images import ImageRule, read_json
-from april.data.messages import canonical, check_printed, texts_of
+from april.data.messages import canonical, check_distinct, check_printed, texts_of, with_text_arguments
 from april.data.rows import BadRow, excerpt
 from april.util.errors import refuse
 from april.util.text import first_line
@@ -39,6 +39,8 @@ class Tokenizer:
                 "give a Hugging Face folder with its tokeniser's files",
             )
         self.path = Path(path)
+        self._text_arguments: dict[str, bool] = {}
+        """Chat template -> whether it takes the arguments of tool calls as text."""
         self._fast = getattr(self.inner, "backend_tokenizer", None)
         """The underlying Rust tokeniser, if there is one; called directly because the transformers wrapper is slow."""
         if self._fast is not None:
@@ -124,13 +126,45 @@ class Tokenizer:
             ):
                 raise BadRow(f"the prompt has images, and the policy of {str(self.path)!r} takes none")
             ends_open = continues and plain[-1]["role"] == "assistant" and "".join(texts_of(plain[-1])).strip() != ""
-            printed = self.inner.apply_chat_template(
-                plain, tokenize=False, add_generation_prompt=not ends_open, continue_final_message=ends_open, **options
-            )
+
+            def render(messages: list[dict]) -> str:
+                return self.print_chat(
+                    messages, add_generation_prompt=not ends_open, continue_final_message=ends_open, **options
+                )
+
+            printed = render(plain)
             check_printed(plain, printed)
+            check_distinct(plain, str(self.inner.chat_template), render)
         except (TemplateError, TypeError, ValueError) as error:
             raise BadRow(f"the chat template refuses {excerpt(messages)} ({first_line(error)})") from None
         return printed
+
+    def print_chat(self, messages: list[dict], chat_template: str | None = None, **options: Any) -> str:
+        """What the chat template, by default the tokeniser's own, prints of canonical messages. `options`: those of
+        `apply_chat_template`."""
+        plain = self.for_template(messages, chat_template)
+        return str(self.inner.apply_chat_template(plain, chat_template=chat_template, tokenize=False, **options))
+
+    def for_template(self, messages: list[dict], template: str | None = None) -> list[dict]:
+        """Canonical messages with the arguments of tool calls in the form that the chat template takes."""
+        has_calls = any("tool_calls" in message for message in messages)
+        return with_text_arguments(messages) if has_calls and self._takes_text_arguments(template) else messages
+
+    def _takes_text_arguments(self, template: str | None) -> bool:
+        """Whether a chat template prints the arguments of tool calls as JSON only if they are given as such."""
+
+        def printed(arguments: Any) -> str:
+            call = {"type": "function", "function": {"name": "try", "arguments": arguments}}
+            turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                return str(self.inner.apply_chat_template(turns, chat_template=template, tokenize=False))
+            except Exception:  # what templates raise has no bounds
+                return ""
+
+        if (source := template or str(self.inner.chat_template)) not in self._text_arguments:
+            decoded, text = printed({"key": 1}), printed('{"key": 1}')
+            self._text_arguments[source] = '{"key": 1}' in text and (not decoded or "{'key': 1}" in decoded)
+        return self._text_arguments[source]
 
     def _prefix(self, bos: bool | None) -> list[int]:
         """Ids before a text prompt."""

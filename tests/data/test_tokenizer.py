@@ -149,11 +149,22 @@ def test_a_final_answer_is_continued_unless_it_is_to_be_closed(printed):
         ([("user", "first"), ("user", "then")], "{% for m in messages|reverse %}{{ m.content }}{% endfor %}", "'then'"),
         ([("system", "Be brief."), ("user", "Be brief. 2+2?")], "{{ messages[1].content }}", "message 0"),
         ([("user", "3"), ("system", "3"), ("user", "33")], "3|33", "message 1"),
+        ([("user", "user")], "<user>{{ messages[0].text }}", "message 0"),
+        ([("user", "1"), ("tool", "if")], "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+         "{% endfor %}", "'if' of message 1"),
     ],
 )  # fmt: skip
 def test_a_row_whose_text_the_template_does_not_print_is_refused_by_name(printed, messages, template, named):
     with pytest.raises(BadRow, match=named):
         printed([{"role": role, "content": content} for role, content in messages], template)
+
+
+@pytest.mark.parametrize("printing", ["'(' + c.function.arguments + ')'", "c.function.arguments"])
+def test_arguments_are_given_as_text_to_a_template_that_takes_no_other(printed, printing):
+    call = {"function": {"name": "run", "arguments": {"lines": ["a"], "times": 3}}}
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = ONLY_STRINGS.replace("c.function.arguments | tojson", printing)
+    assert '{"lines": ["a"], "times": 3}' in printed(messages, template)
 
 
 def test_arguments_of_calls_are_looked_for_however_they_are_escaped(printed):
