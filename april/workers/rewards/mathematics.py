@@ -220,7 +220,8 @@ NUMERAL = re.compile(r"\(?([0-9A-Za-z]+)\)?_\s*\{?\s*(\d{1,2})\s*\}?")
 TIME = re.compile(r"(?i)(\d{1,2}(?:(?::\d\d){1,2}(?=[ap]?)|(?=[ap])))(?:([ap])\.?m\.?)?")
 """Regular expression for a time of day: with a colon, or with am or pm."""
 ROMAN = re.compile(r"(?=[IVX]{2})X{0,3}(?:IX|IV|V?I{0,3})")
-WORDS = re.compile(r"[A-Za-z]{4,}|[A-Za-z]+(?:[\s'-]+[A-Za-z]+)+")
+WORDS = re.compile(r"[A-Za-z]{4,}|(?i:yes|no|odd|dne)|[A-Za-z]+(?:[\s'-]+[A-Za-z]+)+")
+SYNONYMS = {"dne": "does not exist", "undefined": "not defined"}
 POINTS = re.compile(r"(\\angle|\\triangle|\\overline)?\s*\{?\s*([A-Z]{2,})\s*\}?")
 """Regular expression for the name of a segment, an angle or a figure."""
 GROUPS = re.compile(r"\{[^{}]*\}")
@@ -259,11 +260,12 @@ def compared_as_text(label: str, answer: str) -> bool | None:
         return wanted_base[1].lower() == found.lower()
     if found_base and wanted.isdigit():
         return value_in_base(*found_base.groups()) == int(wanted)
-    if spelled(label).strip() == spelled(answer).strip() == r"\emptyset":
+    if spelled(label).strip() == spelled(answer).strip() in (r"\emptyset", r"\mathbb{R}"):
         return True
     texts = [unwrapped(text) for text in (label, answer)]
     if all(WORDS.fullmatch(text) and not FUNCTIONS.search(text) for text in texts):
-        return texts[0].casefold().split() == texts[1].casefold().split()
+        one, other = (SYNONYMS.get(text, text) for text in (" ".join(text.casefold().split()) for text in texts))
+        return one == other
     return None
 
 

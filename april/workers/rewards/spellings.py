@@ -28,6 +28,11 @@ SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(rf"(?<![a-zA-Z\\])({FUNCTION})(?=(?:[xt])?(?![a-zA-Z]))"), r"\\\1 "),
     (re.compile(r"(?<![a-zA-Z\\])sqrt\s*(\d+)"), r"\\sqrt{\1}"),
     (re.compile("\N{DEGREE SIGN}"), r"^\\circ "),
+    (
+        re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?"),
+        r"\1\\frac{\2\\pi}{180}",
+    ),
+    (re.compile(rf"(?i)^\s*(?:{TEXT}\{{)?\s*all real(?:s| numbers)\s*\}}?\s*$"), r"\\mathbb{R}"),
     (GROUPED, ""),
     (SPACED, lambda found: found[0].replace(" ", "")),
     (
