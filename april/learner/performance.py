@@ -3,7 +3,8 @@
 Operations are counted as in PaLM, arXiv 2204.02311, appendix B: per parameter and token 2 forward, 4 backward, 2 for a
 reference policy; attention separately, and nothing for recomputed activations. Attention is causal: half of the full
 square, of which windows and chunks leave out a part. With an adapter the backward pass has 2 operations, since frozen
-weights need no gradient; a head trained with the adapter is not counted.
+weights need no gradient; a head trained with the adapter is not counted. Of a vision tower its weights count, for each
+patch of an image, and not its attention.
 """
 
 import time
@@ -17,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from april.learner.attention import Reach
 from april.learner.mixers import uses_attention
-from april.learner.vision import text_model
+from april.learner.vision import text_model, tower
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Keys by which models' configurations name the number of a layer's experts."""
@@ -51,6 +52,8 @@ class Cost:
     tokens, as `Reach.squares` counts it."""
     per_target: float
     """Floating-point operations of the head per scored token."""
+    per_image_token: float = 0.0
+    """Floating-point operations of the vision tower per token that stands for a part of an image."""
 
     def of(self, length: int, targets: int) -> float:
         """Forward operations of a sequence of `length` input tokens, `targets` of which are scored."""
@@ -68,7 +71,25 @@ def forward_cost(lm: nn.Module) -> Cost:
         if any(map(uses_attention, layer.modules())):
             reach = reach_of(index, own)
             per_square[reach] = per_square.get(reach, 0.0) + operations_of_heads(own)
-    return Cost(2.0 * weights, per_square, 2.0 * lm.get_output_embeddings().weight.numel())
+    head = 2.0 * lm.get_output_embeddings().weight.numel()
+    return Cost(2.0 * weights, per_square, head, operations_of_tower(lm))
+
+
+def operations_of_tower(lm: nn.Module) -> float:
+    """Floating-point operations of a model's vision tower per token of an image, which stands for several patches; 0
+    without a tower."""
+    found = tower(lm)
+    if found is None:
+        return 0.0
+    patches = lm.config.vision_config.spatial_merge_size**2
+    mergers = sum(
+        parameter.numel() for name, parameter in found.named_parameters() if "merger" in name and parameter.dim() > 1
+    )
+    others = sum(
+        parameter.numel() for name, parameter in found.named_parameters()
+        if "merger" not in name and "pos_embed" not in name and parameter.dim() > 1
+    )  # fmt: skip
+    return 2.0 * (patches * others + mergers)
 
 
 def reach_of(index: int, config: PreTrainedConfig) -> Reach:

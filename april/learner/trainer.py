@@ -166,6 +166,10 @@ class Trainer:
         each = performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
         passes = each * (epochs + objective.needs_norms) + scored
         found = passes * self.backend.cost.of(length, sample.sampled_tokens)
+        if sample.images and self.backend.images:
+            if self.config.learner.freeze_vision:  # no backward pass
+                passes = epochs + objective.needs_norms + scored
+            found += passes * self.backend.cost.per_image_token * self.backend.images.tokens_of(sample)
         if self.teacher and objective.divergence:
             found += epochs * self.teacher.operations(sample)
         if self.critic:

@@ -89,6 +89,10 @@ class ImagePacker:
         reader = PixelReader.of(folder) if tower(lm) else None
         return cls(lm, reader) if reader else None
 
+    def tokens_of(self, sample: TrainSample) -> int:
+        """Number of tokens of a sample that stand for images, or have been sampled as if they did."""
+        return int((sample.tokens == self.token_id).sum())
+
     def pack(self, samples: Sequence[TrainSample], device: torch.device) -> PackedImages:
         """The images of samples that are packed without their last token. Raises ValueError for a sample that lacks
         placeholders of its images."""

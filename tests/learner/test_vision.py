@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from april.data.pixels import PixelReader
 from april.learner import checkpoint
 from april.learner.model import load
 from april.learner.packing import pack
+from april.learner.performance import forward_cost
 from april.learner.trainer import Trainer
 from april.learner.vision import ImagePacker
 from tests.support.learner.comparison import equal, same
@@ -51,6 +53,20 @@ def test_packed_sequences_with_images_have_the_log_probabilities_and_gradients_o
     (ours * weights).sum().backward()
     assert (ours - theirs).abs().max() <= 1e-5
     same(*({name: each.grad for name, each in of.named_parameters()} for of in (policy.lm, lm)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_cost_what_the_products_of_the_tower_do(family, tmp_path):
+    """PyTorch counts those of attention, too, as batched products, which are left out here."""
+    lm, sample = vision_model(family, tmp_path), sample_with_images(np.random.default_rng(1), [(4, 6)], [5, 6])
+    read, grid = PixelReader.of(tmp_path).read(sample.images[0])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        lm.base_model.visual(torch.from_numpy(read), grid_thw=torch.tensor([grid]))
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(flops for operation, flops in counted.items() if "bmm" not in str(operation))
+    policy = load(tmp_path, temperature=1.0)
+    tokens = ImagePacker.of(policy.lm, tmp_path).tokens_of(sample)
+    assert forward_cost(policy.lm).per_image_token * tokens == pytest.approx(products, rel=0.02)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
