@@ -153,6 +153,15 @@ def test_a_boxed_answer_that_is_too_long_is_not_read_from_its_end():
     assert math(f"\\boxed{{{'1+' * 2000} = 12}}", "12", "stop")[0] == 0.0
 
 
+@pytest.mark.parametrize(
+    "answer",
+    ["1" * 900 + " " * 900, "\\sin " + " " * 1900, "1a" * 900, " " * 1900 + "no", "\\pi " * 400, "1 000 " * 300],
+)
+def test_an_answer_of_repetitions_is_read_at_once(answer):
+    """Within the limit of the suite: in cubic time each would take minutes."""
+    assert math(f"\\boxed{{{answer}}}", "45^\\circ", "stop")[0] == 0.0
+
+
 def test_a_label_that_is_not_mathematics_is_an_error():
     item = Item(0, "math", r"\boxed{1}", "", "stop")
     [score] = verify([item], RewardRules())

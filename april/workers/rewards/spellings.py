@@ -29,18 +29,22 @@ SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"(?<![a-zA-Z\\])sqrt\s*(\d+)"), r"\\sqrt{\1}"),
     (re.compile("\N{DEGREE SIGN}"), r"^\\circ "),
     (
-        re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?"),
+        re.compile(
+            r"(\\(?:sin|cos|tan|cot|sec|csc) {0,3}[({]? {0,3})(\d+(?:\.\d+)?) {0,3}\^ {0,3}\{? {0,3}\\circ {0,3}\}?"
+        ),
         r"\1\\frac{\2\\pi}{180}",
     ),
-    (re.compile(rf"(?i)^\s*(?:{TEXT}\{{)?\s*all real(?:s| numbers)\s*\}}?\s*$"), r"\\mathbb{R}"),
+    (re.compile(rf"(?i)^ {{0,3}}(?:{TEXT}\{{)? {{0,3}}all real(?:s| numbers)\s*\}}?\s*$"), r"\\mathbb{R}"),
     (GROUPED, ""),
     (SPACED, lambda found: found[0].replace(" ", "")),
     (
-        re.compile(rf"(\d+)\s*\^?\s*\{{?\s*(?:{TEXT}\{{\s*)?(st|nd|rd|th)(?![a-zA-Z])[\s}}]*"),
+        re.compile(
+            rf"(?<!\d)(\d++)\s{{0,3}}(?:\^\s{{0,3}}\{{?\s{{0,3}})?(?:{TEXT}\{{\s{{0,3}})?(st|nd|rd|th)(?![a-zA-Z])[\s}}]*"
+        ),
         lambda found: found[1] if found[2] == ending_of(found[1]) else found[0],
     ),
-    (re.compile(rf"(\d+)\s*(?:{TEXT}\{{)?\s*out of\s*\}}?\s*(\d+)"), r"\\frac{\1}{\2}"),
-    (re.compile(rf"(?i)^\s*(?:{TEXT}\{{)?\s*no (?:real )?solutions?\.?\s*\}}?\s*$"), r"\\emptyset "),
+    (re.compile(rf"(?<!\d)(\d++)\s{{0,3}}(?:{TEXT}\{{)?\s{{0,3}}out of\s*\}}?\s{{0,3}}(\d+)"), r"\\frac{\1}{\2}"),
+    (re.compile(rf"(?i)^ {{0,3}}(?:{TEXT}\{{)? {{0,3}}no (?:real )?solutions?\.?\s*\}}?\s*$"), r"\\emptyset "),
     (
         re.compile(r"\\begin\{[pb]matrix\}((?:[^&\\]|\\(?![\\e]))+(?:\\\\(?:[^&\\]|\\(?![\\e]))+)+)\\end\{[pb]matrix\}"),
         lambda found: f"({', '.join(found[1].split(chr(92) * 2))})",

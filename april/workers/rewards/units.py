@@ -275,7 +275,9 @@ def with_unit(answer: str, behind: str) -> str:
     return next((text for text in texts if (unit := measured(text)) and unit.dimension), answer)
 
 
-DEGREES = re.compile(r"(?P<value>.+?)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\xb0|\\?(?:text\s*\{)?\s*degrees?\s*\}?)")
+DEGREES = re.compile(
+    r"(?P<value>.+?) {0,3}(?:\^ {0,3}\{? {0,3}\\circ {0,3}\}?|\xb0|(?:\\text {0,3}\{)? {0,3}degrees? {0,3}\}?)"
+)
 """Regular expression for an angle in degrees."""
 RADIANS = re.compile(r"(?P<value>.*(?:\\pi|\bpi|\u03c0).*?)\s*(?:\\text\s*\{\s*rad(?:ians?)?\s*\}|rad(?:ians?)?)?")
 """Regular expression for an angle that is a part of pi."""
