@@ -138,6 +138,14 @@ class WeightsSection(Section):
         description="Longest transfer of one version to a worker (seconds). A slower worker loses its weight channel "
         "and joins again.",
     )
+    channel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Most workers in a chain. The learner sends a version to the first, and each forwards to the next "
+        "what it receives, while it receives it: the learner's network then carries a copy for each chain instead "
+        "of one for each worker. Workers have to reach each other as they reach the learner.",
+    )
     folder: str = Field(
         AUTO,
         description="Folder, or fsspec URL of an object store such as s3://bucket/folder, for the snapshots of weights "

@@ -104,6 +104,13 @@ def check_external_weights(config: Config) -> None:
 def check_transport(config: Config, engine: Any) -> None:
     """Refuse a transport that cannot take in the servers of the engine's entry `engine`."""
     transports = registry_of("weights.transport")
+    if config.weights.channel_size > 1 and not transports.find(config.weights.transport).forwards:
+        refuse(
+            "weights.channel_size",
+            config.weights.channel_size,
+            f"has workers forward weights, which weights.transport = {config.weights.transport!r} does not",
+            f"leave it out, or use {transports.names_where(lambda transport: transport.forwards)}",
+        )
     if engine.broadcasts_to_servers(config) and not transports.find(config.weights.transport).takes_servers:
         refuse(
             "weights.transport",

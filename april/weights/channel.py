@@ -10,7 +10,7 @@ import contextlib
 import queue
 import socket
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,31 @@ class ChannelInvite(Message):
 def link_name(channel: str, sender: int) -> str:
     """Name of the link of a channel over which the learner's rank `sender` sends; rank 0's has the channel's name."""
     return f"{channel}/{sender}" if sender else channel
+
+
+class ChannelForward(Message):
+    """Has a worker meet the next one of its chain, in whose process groups it is rank 0, to forward to it what it
+    receives."""
+
+    channel: str
+    invite: ChannelInvite
+
+
+class ChannelFollow(Message):
+    """Has a worker meet the one before it in its chain, which forwards to it what it receives."""
+
+    channel: str
+    invite: ChannelInvite
+
+
+class ChannelLinked(Message):
+    """Whether the worker has met the one before it in its chain."""
+
+    channel: str
+    upstream: str
+    """Name of the invitation that it answers."""
+    error: str = ""
+    """Why it has not; "" if it has."""
 
 
 class ChannelReady(Message):
@@ -148,6 +173,10 @@ class ChannelManifest(Message):
     """Weights to which the parts come as deltas; None: they come whole."""
     may_follow: bool = False
     """Whether the next version may be a delta to this one, so that the worker should keep it."""
+    from_upstream: bool = False
+    """Whether the worker before this one in its chain forwards the version, instead of the learner."""
+    forwards: bool = False
+    """Whether the worker forwards the version to the next one of its chain."""
 
 
 class ChannelPosted(Message):
@@ -179,6 +208,9 @@ class ChannelFailed(Message):
 AnyChannelMessage = (
     ChannelJoin
     | ChannelInvite
+    | ChannelForward
+    | ChannelFollow
+    | ChannelLinked
     | ChannelReady
     | ChannelAlive
     | ChannelManifest
@@ -225,6 +257,20 @@ class WeightChannel:
     """Whether the last transfer was a delta."""
     sent_bytes: int = 0
     """Bytes of weights that rank 0 has sent in the last transfer."""
+    upstream: "WeightChannel | None" = None
+    """The channel of the worker that may forward to this one."""
+    downstream: "WeightChannel | None" = None
+    """The channel of the worker to which this one may forward."""
+    link: str = ""
+    """Name of the links to the worker before it in its chain; "" without one."""
+    is_linked: bool = False
+    """Whether the worker has met the one before it in its chain."""
+    is_alone: bool = False
+    """Whether the worker could not meet another one, and stays out of chains."""
+    claim: Any = None
+    """What the head of its chain has it receive next (`april.weights.chains.Claim`); None: nothing."""
+    follows: bool = False
+    """Whether it is receiving, or has just received, a version from the one before it."""
     inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
     """Received messages of the channel: ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed."""
 
@@ -314,10 +360,14 @@ def join(
 
 
 def transfer(
-    group: "dist.Backend", buckets: "Iterable[Tensor]", stream: "torch.cuda.Stream | None", deadline: float
+    group: "dist.Backend",
+    buckets: "Iterable[Tensor]",
+    stream: "torch.cuda.Stream | None",
+    deadline: float,
+    received: "Callable[[Tensor], object] | None" = None,
 ) -> None:
     """Broadcast uint8 buckets from the learner to the worker, which receives them in place, by `deadline` (Unix time,
-    s). Raises RuntimeError or TimeoutError.
+    s). `received` is called with each bucket that is through. Raises RuntimeError or TimeoutError.
 
     `stream`: of the accelerator whose memory the buckets pass through; nothing else uses it, so that transfers wait for
     nothing that trains or generates there, nor for another channel. None: they stay on the CPU. Several broadcasts
@@ -326,11 +376,15 @@ def transfer(
     import torch
 
     with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-        broadcast(group, buckets, stream, deadline)
+        broadcast(group, buckets, stream, deadline, received)
 
 
 def broadcast(
-    group: "dist.Backend", buckets: "Iterable[Tensor]", stream: "torch.cuda.Stream | None", deadline: float
+    group: "dist.Backend",
+    buckets: "Iterable[Tensor]",
+    stream: "torch.cuda.Stream | None",
+    deadline: float,
+    received: "Callable[[Tensor], object] | None" = None,
 ) -> None:
     """As `transfer`, where `stream` is the current one."""
     import torch.distributed as dist
@@ -344,6 +398,8 @@ def broadcast(
         work.wait(remaining_time(deadline))
         if on_device is not bucket:
             bucket.copy_(on_device)
+        if received:
+            received(bucket)
 
     for bucket in buckets:
         if len(pending) == IN_FLIGHT:

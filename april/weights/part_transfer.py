@@ -8,11 +8,14 @@ send_part(link, sent, bucket_bytes, deadline, as_delta=True)
 tensors = receive_delta(link, part, bucket_bytes, base, buffers, deadline)          # in the worker
 """
 
+import contextlib
 import logging
 import struct
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,10 +33,11 @@ from april.weights.snapshot import (
     unpack,
     verify,
 )
-from april.weights.transports import Link
+from april.weights.transports import Link, Received
 
 log = logging.getLogger(__name__)
 
+Forwarding: TypeAlias = "AbstractContextManager[Received | None]"
 LENGTH = struct.Struct("<Q")
 NONE = torch.empty(0, dtype=torch.uint8)
 """In place of a delta: there is none."""
@@ -189,25 +193,45 @@ class DeltaRetry:
         return not was_left
 
 
-def receive_whole(link: Link, part: WeightPart, bucket_bytes: int, data: Tensor, deadline: float) -> dict[str, Tensor]:
-    """Receive a whole part into `data`, check it, and return its tensors by name. Raises RuntimeError or OSError."""
-    link.receive(buckets(data, bucket_bytes), deadline)
+def receive(link: Link, expected: Iterable[Tensor], deadline: float, received: "Received | None") -> None:
+    """Receive buckets, and have each forwarded by `received` if given."""
+    if received:
+        link.receive_each(expected, deadline, received)
+    else:
+        link.receive(expected, deadline)
+
+
+def receive_whole(
+    link: Link, part: WeightPart, bucket_bytes: int, data: Tensor, deadline: float, forwarding: Forwarding
+) -> dict[str, Tensor]:
+    """Receive a whole part into `data`, check it, and return its tensors by name. `forwarding`: of each bucket, to the
+    next worker of a chain. Raises RuntimeError or OSError."""
+    with forwarding as received:
+        receive(link, buckets(data, bucket_bytes), deadline, received)
     verify(data, part.digest)
     return unpack(part.tensors, data)
 
 
 def receive_delta(
-    link: Link, part: WeightPart, bucket_bytes: int, base: KeptWeights, buffers: ReusedBuffers, deadline: float
+    link: Link,
+    part: WeightPart,
+    bucket_bytes: int,
+    base: KeptWeights,
+    buffers: ReusedBuffers,
+    deadline: float,
+    forwarding: Forwarding,
 ) -> dict[str, Tensor]:
-    """Receive the delta of a part, apply it to `base`, check the result, and return it by name. Raises RuntimeError or
-    OSError."""
+    """Receive the delta of a part, apply it to `base`, check the result, and return it by name; `forwarding` as in
+    `receive_whole`. Raises RuntimeError or OSError."""
     length = torch.zeros(LENGTH.size, dtype=torch.uint8)
-    link.receive([length], deadline)
-    (size,) = LENGTH.unpack(length.numpy().tobytes())
-    if not size:
-        return receive_whole(link, part, bucket_bytes, buffers.take(part.total_bytes), deadline)
-    if size > part.total_bytes + part.total_bytes // 64 + SPARE_BYTES:
-        raise SnapshotError(f"a delta of {size} bytes is announced for {part.total_bytes} bytes of weights")
-    data = empty_buffer(size)
-    link.receive(buckets(data, bucket_bytes), deadline)
+    with forwarding as received:
+        receive(link, [length], deadline, received)
+        (size,) = LENGTH.unpack(length.numpy().tobytes())
+        if not size:
+            whole = buffers.take(part.total_bytes)
+            return receive_whole(link, part, bucket_bytes, whole, deadline, contextlib.nullcontext(received))
+        if size > part.total_bytes + part.total_bytes // 64 + SPARE_BYTES:
+            raise SnapshotError(f"a delta of {size} bytes is announced for {part.total_bytes} bytes of weights")
+        data = empty_buffer(size)
+        receive(link, buckets(data, bucket_bytes), deadline, received)
     return apply_delta(data, base.tensors, buffers, part)

@@ -8,15 +8,15 @@ A lost channel is never repaired; its worker asks for a new one. `publish` waits
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import zmq
+from msgspec import structs
 from torch import Tensor
 
 from april import wire
@@ -27,31 +27,30 @@ from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
 from april.weights.base import AdapterWeights, MergedSnapshots
 from april.weights.canary import Canary
+from april.weights.chains import Chains, Claim
 from april.weights.channel import (
-    CHANNEL_BODIES,
-    CLOSED,
     ChannelAlive,
     ChannelFailed,
     ChannelInvite,
     ChannelJoin,
+    ChannelLinked,
     ChannelLoaded,
     ChannelManifest,
     ChannelPosted,
     ChannelReady,
+    DeltaBase,
     WeightChannel,
     forget_keys,
     serve_store,
 )
 from april.weights.part_transfer import DeltaBases, delta_base_for, prepare_delta, send_part
 from april.weights.parts import CloseLink, HoldPart, OpenLink, PartCommands, SendPart, WithdrawPart
+from april.weights.publisher_socket import PublisherSocket
 from april.weights.snapshot import Snapshot, checksums_in_server, pack, unpack
 from april.weights.transports import ExternalTransport, Link, Transport
 from april.wire import limits
 from april.wire.message import Version
-from april.wire.security.access import AccessControl, Audit
-from april.wire.security.allow_list import AllowList, KeyOwner
-from april.wire.security.keys import ALLOW_LIST, load_keys
-from april.wire.sockets.base import is_socket_file, socket_beside
+from april.wire.security.allow_list import KeyOwner
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +62,6 @@ VERIFY_EVERY = 20
 transfer."""
 MAX_CHANNELS = 2048
 """Most channels at a time; each channel has a thread."""
-FROM_WORKERS = (ChannelJoin, ChannelReady, ChannelAlive, ChannelPosted, ChannelLoaded, ChannelFailed)
-ANYBODY = KeyOwner("", "worker", "")
-"""Sender of every message if no keys are set."""
 
 
 class ChannelLost(RuntimeError):
@@ -78,8 +74,6 @@ class WeightPublisher:
     def __init__(self, config: WeightsSection, run: str, device: str, keys: Path | None = None, broker: str = ""):
         """`device`: cpu | cuda. `keys`: folder with the learner's key and the allow-list. `broker`: address of the
         broker; where that is a Unix socket, this one is beside it. Raises ConfigError."""
-        own = load_keys(keys, "learner")
-        allow_list = AllowList(keys / ALLOW_LIST) if keys else None
         self.config = config if config.host != AUTO else config.model_copy(update={"host": LOOPBACK})
         self.bucket_bytes = config.bucket_mb << 20
         self._transport: Transport = TRANSPORTS.find(config.transport)(config)
@@ -101,22 +95,11 @@ class WeightPublisher:
         sent."""
         self._closed = False
         self._store = serve_store(self.config.host)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S * 1000))
-        self._socket.setsockopt(zmq.MAXMSGSIZE, limits.FROM_PEER.frame_bytes)
-        self._socket.setsockopt(zmq.RCVHWM, limits.UPLOAD_QUEUE_MESSAGES)
-        self._access = AccessControl(self._context, own, allow_list) if own and allow_list else None
-        if self._access:
-            self._access.guard(self._socket)
-        self._socket.bind(socket_beside(broker, "weights") if is_socket_file(broker) else f"tcp://{self.config.host}:*")
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._audit = Audit()
-        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._wake_reader, self._wake_writer = os.pipe()
-        self._threads: list[threading.Thread] = []
-        self._start_thread("weights-control", self._serve)
+        self._socket = PublisherSocket(self.config.host, keys, broker, self._receive, self._tick)
+        self.address = self._socket.address
+        self._chains = Chains(config.channel_size if self._transport.forwards else 1, self._send)
+        self._threads: list[threading.Thread] = [self._socket.thread]
+        self._socket.start()
 
     def _start_thread(self, name: str, target: Callable, *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -243,61 +226,38 @@ class WeightPublisher:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._wake_writer == CLOSED:
-            return
-        os.write(self._wake_writer, b"x")
+        self._socket.close()
         deadline = clock.now() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - clock.now()))
         if not any(thread.is_alive() for thread in self._threads):
-            os.close(self._wake_reader)
-            os.close(self._wake_writer)
-            self._wake_writer = CLOSED
+            self._socket.free()
 
-    # --- control thread: the only one that touches the socket ---------------------------------------------------
+    # --- called in the socket's thread ----------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_reader, zmq.POLLIN)
-        while not self._closed:
-            ready = dict(poller.poll(500))
-            if self._wake_reader in ready:
-                os.read(self._wake_reader, 4096)
-            while self._socket.poll(0):
-                route, *frames = self._socket.recv_multipart(copy=False)
-                self._receive(route.bytes, frames, self._access.peer_of(route) if self._access else ANYBODY)
-            while not self._outbox.empty():
-                route, message = self._outbox.get()
-                self._socket.send_multipart([route, *wire.encode(message)])
-            if self._access and self._access.watch():
-                self._drop_revoked()
-            self._drop_silent()
-        if self._access:
-            self._access.close()
-        self._socket.close()
-        self._context.term()
+    def _tick(self) -> None:
+        with self._changed:
+            for channel in list(self._channels.values()):
+                if channel.state == "ready" and clock.now() - channel.last_seen > SILENCE_S:
+                    self._lose(channel, f"silent for {SILENCE_S:g} s")
+                elif not self._socket.allows(channel.key):
+                    self._lose(channel, "its key is off the allow-list")
 
-    def _receive(self, route: bytes, frames: list, peer: KeyOwner) -> None:
-        try:
-            message = wire.decode(frames, limits.FROM_PEER, CHANNEL_BODIES).message
-            if peer.role != "worker" or not isinstance(message, FROM_WORKERS):
-                raise wire.WireError("not for this peer to send")
-        except wire.WireError as error:
-            self._audit.warn("bad message about weights: %s", error)
-            return
+    def _receive(self, route: bytes, message: wire.Message, peer: KeyOwner) -> None:
         if isinstance(message, ChannelJoin):
             self._invite(route, message, peer)
             return
-        channel = self._channels.get(getattr(message, "channel", ""))
+        name = getattr(message, "channel", "")
+        channel = self._channels.get(name)
         if channel is None or channel.route != route:
-            self._outbox.put(
-                (route, ChannelFailed(message.channel[: limits.MAX_TEXT_CHARACTERS], "the channel has ended"))
-            )
+            self._socket.send(route, ChannelFailed(name[: limits.MAX_TEXT_CHARACTERS], "the channel has ended"))
             return
         channel.last_seen = clock.now()
         if isinstance(message, ChannelAlive):
             return self._note_alive(channel, message)
+        if isinstance(message, ChannelLinked):
+            with self._changed:
+                return self._chains.note_linked(channel, message)
         try:
             channel.inbox.put_nowait(message)
         except queue.Full:
@@ -315,11 +275,11 @@ class WeightPublisher:
         with self._changed:
             namesakes = [channel for channel in self._channels.values() if channel.worker == join.name]
             if any(channel.key != peer.key for channel in namesakes):
-                return self._audit.warn("no channel for another key under the name %s", join.name)
+                return self._socket.audit.warn("no channel for another key under the name %s", join.name)
             for channel in namesakes:
                 self._lose(channel, "its worker asks for a new channel")
             if len(self._channels) >= MAX_CHANNELS:
-                return self._audit.warn("no channel for %s: there are %d", join.name, MAX_CHANNELS)
+                return self._socket.audit.warn("no channel for %s: there are %d", join.name, MAX_CHANNELS)
             self._count += 1
             name = f"w-{self.run}-{join.name}-{self._count}"
             backend = self._backend(join.device)
@@ -334,30 +294,19 @@ class WeightPublisher:
             return self.config.backend
         return "nccl" if self.device == worker_device == "cuda" else "gloo"
 
-    def _drop_silent(self) -> None:
-        with self._changed:
-            for channel in list(self._channels.values()):
-                if channel.state == "ready" and clock.now() - channel.last_seen > SILENCE_S:
-                    self._lose(channel, f"silent for {SILENCE_S:g} s")
-
-    def _drop_revoked(self) -> None:
-        with self._changed:
-            for channel in list(self._channels.values()):
-                if self._access and self._access.allow_list.find(channel.key).role != "worker":
-                    self._lose(channel, "its key is off the allow-list")
-
     def _lose(self, channel: WeightChannel, why: str, fault: bool = False) -> None:
         if channel.state != "lost":
             log.info("channel %s is lost: %s", channel.name, why, exc_info=fault, extra={"worker": channel.worker})
             self._lost += 1
-        channel.state = "lost"
+            channel.state = "lost"
+            for each in self._chains.forget(channel):
+                self._send(each, ChannelFailed(each.name, f"{channel.worker}, which forwards to it, is lost"))
+                self._lose(each, f"{channel.worker}, which forwards to it, is lost")
         self._channels.pop(channel.name, None)
         self._changed.notify_all()
 
     def _send(self, channel: WeightChannel, message: wire.Message) -> None:
-        self._outbox.put((channel.route, message))
-        if self._wake_writer != CLOSED:
-            os.write(self._wake_writer, b"x")
+        self._socket.send(channel.route, message)
 
     # --- one thread a channel: whatever blocks, blocks here ----------------------------------------------------------
 
@@ -365,12 +314,18 @@ class WeightPublisher:
         try:
             with contextlib.closing(self._meet(channel)) as link:
                 self._await_ready(channel)
-                while (snapshot := self._next_snapshot(channel)) is not None:
-                    self._set_state(channel, "sending")
-                    self._transfer(channel, link, self._snapshot_for(channel, snapshot))
+                while (taken := self._next_snapshot(channel)) is not None:
+                    if isinstance(taken, Claim):
+                        self._follow(channel, taken)
+                        version = taken.snapshot.version
+                    else:
+                        snapshot, forwards = taken
+                        self._transfer(channel, link, self._snapshot_for(channel, snapshot), forwards)
+                        version = snapshot.version
+                        del snapshot
                     channel.last_seen = clock.now()
-                    self._set_state(channel, "ready", acknowledged=snapshot.version)
-                    del snapshot
+                    self._set_state(channel, "ready", acknowledged=version)
+                    del taken
         except Exception as error:  # whatever a transport raises costs its channel alone
             with self._changed:
                 self._lose(channel, str(error), fault=not isinstance(error, ChannelLost | RuntimeError | OSError))
@@ -389,11 +344,14 @@ class WeightPublisher:
         return self.config.join_deadline_s * (self._senders if channel.server_ranks else 1)
 
     def _meet(self, channel: WeightChannel) -> Link:
-        invite = ChannelInvite(channel.name, channel.backend, *self.store, self._join_s(channel), self._senders)
+        invite = self._invite_to(channel)
         if self._ranks:
             self._ranks.tell(OpenLink(invite, channel.server_ranks))
         self._send(channel, invite)
         return self._transport.meet(invite, as_learner=True, server_ranks=channel.server_ranks)
+
+    def _invite_to(self, channel: WeightChannel) -> ChannelInvite:
+        return ChannelInvite(channel.name, channel.backend, *self.store, self._join_s(channel), self._senders)
 
     def _await_ready(self, channel: WeightChannel) -> None:
         """Wait until the worker of a channel has met all ranks that send; one that lives and has not is counted."""
@@ -407,19 +365,33 @@ class WeightPublisher:
             self._ranks.is_reached = True
         self._set_state(channel, "ready")
 
-    def _next_snapshot(self, channel: WeightChannel) -> Snapshot | None:
-        """Wait for a snapshot that the channel's worker does not have; None once the channel or the publisher has
-        ended."""
+    def _next_snapshot(self, channel: WeightChannel) -> tuple[Snapshot, bool] | Claim | None:
+        """Wait for a snapshot that the channel's worker does not have, and begin to send it: from the learner, with
+        whether the worker forwards it, or as the head of its chain has claimed. None once the channel or the publisher
+        has ended."""
+        since = clock.now()
         with self._changed:
             while not self._closed and channel.state != "lost":
+                if channel.claim:
+                    claim, channel.claim = channel.claim, None
+                    return claim
                 if self._snapshot and self._snapshot.version != channel.acknowledged:
-                    newest = self._snapshot  # in no variable while this thread waits: it would outlive its withdrawal
-                    if self._ranks:  # before the next version replaces this one
-                        as_delta = bool(delta_base_for(channel, newest))
-                        self._ranks.tell(HoldPart(channel.name, newest.version, as_delta))
-                    return newest
-                self._changed.wait(1.0)
+                    if not self._chains.awaits_claim(channel, self._snapshot, since):
+                        return self._begin(channel, self._snapshot)
+                    self._changed.wait(0.05)
+                    continue
+                self._changed.wait(1.0)  # with the snapshot in no variable: it would outlive its withdrawal
+                since = clock.now()
         return None
+
+    def _begin(self, channel: WeightChannel, snapshot: Snapshot) -> tuple[Snapshot, bool]:
+        """Begin to send a snapshot to a channel's worker. Called with `_changed` held."""
+        if self._ranks:  # before the next version replaces this one
+            self._ranks.tell(HoldPart(channel.name, snapshot.version, bool(delta_base_for(channel, snapshot))))
+        channel.state = "sending"
+        forwards = self._chains.claim(channel, snapshot, partial(delta_base_for, snapshot=snapshot))
+        self._changed.notify_all()
+        return snapshot, forwards
 
     def _snapshot_for(self, channel: WeightChannel, snapshot: Snapshot) -> Snapshot:
         """The snapshot in the form that the channel's worker accepts: an adapter or complete weights."""
@@ -429,18 +401,37 @@ class WeightPublisher:
             log.info("%s does not take adapters of this model, and is sent all weights", channel.worker)
         return self._merged.of(snapshot)
 
-    def _transfer(self, channel: WeightChannel, link: Link, snapshot: Snapshot) -> None:
-        expected, delta_to = self._server_checksums(channel, snapshot), delta_base_for(channel, snapshot)
-        described = (snapshot.version, snapshot.parts, self.bucket_bytes, expected, snapshot.canary, snapshot.adapter)
-        manifest = ChannelManifest(channel.name, *described, delta_to, self._bases.may_follow(snapshot))
-        if delta_to:
-            prepare_delta(snapshot)
+    def _follow(self, channel: WeightChannel, claim: Claim) -> None:
+        """Have a worker receive a version from the one before it in its chain."""
+        snapshot = self._snapshot_for(channel, claim.snapshot)
+        channel.transfers, channel.sent_bytes = channel.transfers + 1, 0
+        manifest = self._manifest(channel, snapshot, {}, claim.delta_to)
+        self._announce(channel, structs.replace(manifest, from_upstream=True, forwards=claim.forwards))
+        deadline = clock.now() + self.config.transfer_deadline_s
+        channel.digest = self._await(channel, ChannelLoaded, snapshot.version, deadline).digest
+        channel.was_delta = bool(claim.delta_to)
+
+    def _manifest(
+        self, channel: WeightChannel, snapshot: Snapshot, checksums: dict[str, str], delta_to: DeltaBase | None
+    ) -> ChannelManifest:
+        described = (snapshot.version, snapshot.parts, self.bucket_bytes, checksums, snapshot.canary, snapshot.adapter)
+        return ChannelManifest(channel.name, *described, delta_to, self._bases.may_follow(snapshot))
+
+    def _announce(self, channel: WeightChannel, manifest: ChannelManifest) -> None:
+        """Send a manifest, and wait until the worker is ready for its weights."""
         deadline = clock.now() + self.config.transfer_deadline_s
         self._send(channel, manifest)
-        self._await(channel, ChannelPosted, snapshot.version, deadline)
-        deadline = clock.now() + self.config.transfer_deadline_s
-        channel.posted = snapshot.version
+        self._await(channel, ChannelPosted, manifest.version, deadline)
+        channel.posted = manifest.version
         self._set_state(channel, "sending")
+
+    def _transfer(self, channel: WeightChannel, link: Link, snapshot: Snapshot, forwards: bool) -> None:
+        expected, delta_to = self._server_checksums(channel, snapshot), delta_base_for(channel, snapshot)
+        manifest = self._manifest(channel, snapshot, expected, delta_to)
+        if delta_to:
+            prepare_delta(snapshot)
+        self._announce(channel, structs.replace(manifest, forwards=forwards))
+        deadline = clock.now() + self.config.transfer_deadline_s
         if self._ranks and not channel.server_ranks:
             self._ranks.tell(SendPart(channel.name, self.config.transfer_deadline_s, as_delta=bool(delta_to)))
         to_server = bool(channel.server_ranks)
@@ -494,4 +485,7 @@ class WeightPublisher:
                 raise ChannelLost("the channel has ended")
             channel.state = state
             channel.acknowledged = acknowledged or channel.acknowledged
+            if state == "ready":
+                channel.follows = False
+                self._chains.extend(self._channels.values(), self._invite_to)
             self._changed.notify_all()

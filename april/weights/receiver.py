@@ -11,7 +11,7 @@ The worker's main loop takes staged weights between two decode steps, so a forwa
 import logging
 import os
 import queue
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Protocol
@@ -33,8 +33,11 @@ from april.weights.channel import (
     Adapter,
     ChannelAlive,
     ChannelFailed,
+    ChannelFollow,
+    ChannelForward,
     ChannelInvite,
     ChannelJoin,
+    ChannelLinked,
     ChannelLoaded,
     ChannelManifest,
     ChannelPosted,
@@ -42,6 +45,7 @@ from april.weights.channel import (
     DeltaBase,
     link_name,
 )
+from april.weights.forwarding import ChainLinks, not_forwarding
 from april.weights.part_transfer import DeltaRetry, KeptWeights, receive_delta, receive_whole
 from april.weights.snapshot import ReusedBuffers, SnapshotError, joint_digest
 from april.weights.source import StagedWeights, WeightSource
@@ -232,6 +236,9 @@ class LearnerConnection:
         self.invite: ChannelInvite | None = None
         self.links: list[Link] = []
         """The channel's links, one to each rank of the learner that sends; none if a server has joined instead."""
+        self.chain = ChainLinks(receiver.transport)
+        self._put_back: list[list[bytes]] = []
+        """Messages that have come while a version was received, and are due after it."""
         self._ask_again_at = 0.0
         self._retry = DeltaRetry()
 
@@ -250,8 +257,8 @@ class LearnerConnection:
             while not self.receiver.reports.empty():
                 tell, arguments = self.receiver.reports.get()
                 tell(self, *arguments)
-            while self.socket.poll(0):
-                self._receive(self.socket.recv_multipart())
+            while self._put_back or self.socket.poll(0):
+                self._receive(self._put_back.pop(0) if self._put_back else self.socket.recv_multipart())
 
     def tell_ready(self, manifest: ChannelManifest, externally_loaded: "Future[None] | None") -> None:
         """Tell the learner that the engine is ready for the weights of `manifest`. If the trainer loads them, wait
@@ -297,6 +304,7 @@ class LearnerConnection:
             self.receiver.drop_announced()
         for link in self.links:
             link.close()
+        self.chain.close()
         self.invite, self.links = None, []
 
     def _send_sign_of_life(self) -> None:
@@ -328,9 +336,15 @@ class LearnerConnection:
             message = wire.decode(frames, bodies=CHANNEL_BODIES).message
             if isinstance(message, ChannelInvite):
                 self._join(message)
-            elif isinstance(message, ChannelManifest) and self.invite and message.channel == self.invite.channel:
+            elif self.invite is None or getattr(message, "channel", "") != self.invite.channel:
+                return
+            elif isinstance(message, ChannelManifest):
                 self._receive_weights(message)
-            elif isinstance(message, ChannelFailed) and self.invite and message.channel == self.invite.channel:
+            elif isinstance(message, ChannelForward):
+                self.chain.forward_to(message.invite)
+            elif isinstance(message, ChannelFollow):
+                self._follow(message.invite)
+            elif isinstance(message, ChannelFailed):
                 log.info("the learner has ended the channel: %s", message.error)
                 self.ask_again()
         except OtherMachine as error:
@@ -363,10 +377,36 @@ class LearnerConnection:
                 met.result()
         self._send(ChannelReady(invite.channel))
 
+    def _follow(self, invite: ChannelInvite) -> None:
+        """Meet the worker before this one in its chain, and tell the learner whether it was met."""
+        channel = self.invite.channel if self.invite else ""
+        links = self.chain.follow(invite)
+
+        def tell(connection: "LearnerConnection", error: str) -> None:
+            connection._send(ChannelLinked(channel, invite.channel, error[:MAX_TEXT_CHARACTERS]))
+
+        def report() -> None:
+            wait(links)
+            errors = [str(link.exception()) for link in links if link.exception()]
+            self.receiver._report(tell, " ".join(errors))
+
+        in_background(report)
+
     def _wait_alive(self, work: Collection["Future[Any]"]) -> None:
         """Wait until all of the work has ended; signs of life are sent meanwhile."""
         while wait(work, ALIVE_INTERVAL_S).not_done:
             self._send_alive()
+            if self.chain.receives and self.socket.poll(0):
+                self._obey_end()
+
+    def _obey_end(self) -> None:
+        """Raises RuntimeError if the learner has ended the channel, as it does where a worker before this one is lost
+        while it forwards."""
+        frames = self.socket.recv_multipart()
+        message = wire.decode(frames, bodies=CHANNEL_BODIES).message
+        if isinstance(message, ChannelFailed) and self.invite and message.channel == self.invite.channel:
+            raise RuntimeError(message.error)
+        self._put_back.append(frames)
 
     def _receive_weights(self, manifest: ChannelManifest) -> None:
         started_at = clock.now()
@@ -374,15 +414,16 @@ class LearnerConnection:
         if by_trainer or self.receiver.server:
             self.receiver.stage_for_server(manifest, started_at, Future() if by_trainer else None)
             return
-        if not 1 <= len(manifest.parts) <= len(self.links):
-            raise SnapshotError(f"{len(manifest.parts)} parts are announced over {len(self.links)} links")
+        links = self.chain.upstream if manifest.from_upstream else self.links
+        if not 1 <= len(manifest.parts) <= len(links):
+            raise SnapshotError(f"{len(manifest.parts)} parts are announced over {len(links)} links")
         base, self.receiver.kept = self.receiver.kept, None  # dropped before whole weights take as much memory
         if manifest.delta_to is None:
             base = None
         elif not base or base.name != manifest.delta_to:
             raise SnapshotError(f"a delta to {manifest.delta_to.version} is announced, which this worker does not keep")
         try:
-            tensors = self._receive_parts(manifest, base, started_at + self.receiver.config.transfer_deadline_s)
+            tensors = self._receive_parts(links, manifest, base, started_at + self.receiver.config.transfer_deadline_s)
         except (RuntimeError, OSError) as error:
             if base:
                 self._retry.failed(base.name, error)
@@ -399,19 +440,27 @@ class LearnerConnection:
         )  # fmt: skip
         self.receiver.stage(staged)
 
-    def _receive_parts(self, manifest: ChannelManifest, base: KeptWeights | None, deadline: float) -> dict[str, Tensor]:
-        """Receive all parts of a version at the same time, as deltas to `base` if given; signs of life are sent
-        meanwhile. Raises RuntimeError or OSError once no link receives any more."""
+    def _receive_parts(
+        self, links: Sequence[Link], manifest: ChannelManifest, base: KeptWeights | None, deadline: float
+    ) -> dict[str, Tensor]:
+        """Receive all parts of a version at the same time, as deltas to `base` if given, and forward them if the
+        manifest says so; signs of life are sent meanwhile. Raises RuntimeError or OSError once no link receives any
+        more."""
         size, buffers, pending = manifest.bucket_bytes, self.receiver.buffers, list[tuple[Any, ...]]()
-        for link, part in zip(self.links, manifest.parts, strict=False):
+        for sender, (link, part) in enumerate(zip(links, manifest.parts, strict=False)):
+            forwarding = self.chain.forwarding(sender, deadline) if manifest.forwards else not_forwarding()
             if base:
-                pending.append((receive_delta, link, part, size, base, buffers, deadline))
+                pending.append((receive_delta, link, part, size, base, buffers, deadline, forwarding))
             else:
                 data = buffers.take(part.total_bytes)
-                pending.append((receive_whole, link, part, size, data, deadline))
+                pending.append((receive_whole, link, part, size, data, deadline, forwarding))
         self._send(ChannelPosted(manifest.channel, manifest.version))
         receiving = [in_background(*work) for work in pending]
-        self._wait_alive(receiving)
+        self.chain.receives = manifest.from_upstream
+        try:
+            self._wait_alive(receiving)
+        finally:
+            self.chain.receives = False
         return {name: tensor for received in receiving for name, tensor in received.result().items()}
 
     def _digest_kept(self, version: Version | None) -> str:

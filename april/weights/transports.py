@@ -16,9 +16,9 @@ import struct
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import msgspec
 import numpy as np
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
+Received: TypeAlias = "Callable[[Tensor], object]"
+"""Function that is called with each bucket that has arrived."""
+
 
 class Link:
     """One side of an open weight channel."""
@@ -47,6 +50,11 @@ class Link:
     @abstractmethod
     def receive(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
         """Receive the same buckets in place on the worker's side, by `deadline` (Unix time, seconds)."""
+
+    def receive_each(self, buckets: "Iterable[Tensor]", deadline: float, received: "Received") -> None:
+        """As `receive`, and call `received` with each bucket that has arrived, while the others still do. For a
+        transport that `forwards`."""
+        raise NotImplementedError(f"{type(self).__name__} has no receive_each(buckets, deadline, received)")
 
     def close(self) -> None:
         """Free what this side of the link holds; the other side's transfers then fail. Called once, by the thread that
@@ -61,6 +69,8 @@ class Transport:
     takes_servers: ClassVar[bool] = False
     """Whether an inference server can join a channel in its worker's stead (`engine.weights` = 'broadcast')."""
 
+    forwards: ClassVar[bool] = False
+    """Whether workers can forward what they receive in chains (`weights.channel_size`)."""
     is_local: ClassVar[bool] = False
     """Whether a link's two sides have to be on one machine."""
     pulls: ClassVar[bool] = False
@@ -108,7 +118,7 @@ def weights_towards(config: Config, broker: str) -> WeightsSection:
 class CollectiveTransport(Transport):
     """Broadcasts weights over a process group per channel."""
 
-    takes_servers = True
+    takes_servers = forwards = True
 
     def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> "GroupLink":
         rendezvous = channel.connect_to_store(invite.host, invite.port, invite.timeout_s)
@@ -133,6 +143,9 @@ class GroupLink(Link):
 
     receive = send
     """Receive buckets: the same call as `send`, as a broadcast is the same on both sides."""
+
+    def receive_each(self, buckets: "Iterable[Tensor]", deadline: float, received: "Received") -> None:
+        channel.transfer(self._group, buckets, self._stream, deadline, received)
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
@@ -159,7 +172,7 @@ class SharedMemoryTransport(Transport):
     and ends at once with the other side.
     """
 
-    is_local = True
+    is_local = forwards = True
 
     def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> "SharedMemoryLink":
         if sys.platform != "linux":
@@ -235,7 +248,7 @@ class SharedMemoryLink(Link):
 
     def send(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
         empty = SLOTS
-        for slot, piece in self._pieces(buckets):
+        for slot, piece, _ in self._pieces(buckets):
             empty = empty or self._heard(deadline)
             np.copyto(slot, piece)
             self._peer.sendall(FULL)
@@ -244,21 +257,30 @@ class SharedMemoryLink(Link):
             empty += self._heard(deadline)
 
     def receive(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
+        self.receive_each(buckets, deadline, id)
+
+    def receive_each(self, buckets: "Iterable[Tensor]", deadline: float, received: "Received") -> None:
         full = 0
-        for slot, piece in self._pieces(buckets):
+        for slot, piece, whole in self._pieces(buckets):
             full = full or self._heard(deadline)
             np.copyto(piece, slot)
             self._peer.sendall(EMPTY)
             full -= 1
+            if whole is not None:
+                received(whole)
 
     def close(self) -> None:
         self._peer.close()
 
-    def _pieces(self, buckets: "Iterable[Tensor]") -> "Iterator[tuple[np.ndarray, np.ndarray]]":
-        """Each piece of the buckets that goes through one slot, with as much of the slot. numpy copies in one thread;
-        torch's threads would wait for each other at every slot."""
-        pieces = (piece.numpy() for bucket in buckets for piece in bucket.split(SLOT_BYTES))
-        return ((slot[: len(piece)], piece) for slot, piece in zip(cycle(self._slots), pieces))
+    def _pieces(self, buckets: "Iterable[Tensor]") -> "Iterator[tuple[np.ndarray, np.ndarray, Tensor | None]]":
+        """As much of a slot as a piece of the buckets needs, the piece, and its bucket if it is the last of it. numpy
+        copies in one thread; torch's threads would wait for each other at every slot."""
+        slots = cycle(self._slots)
+        for bucket in buckets:
+            *pieces, last = (piece.numpy() for piece in bucket.split(SLOT_BYTES))
+            for piece in pieces:
+                yield next(slots)[: len(piece)], piece, None
+            yield next(slots)[: len(last)], last, bucket
 
     def _heard(self, deadline: float) -> int:
         """Wait for word from the other side; returns the number of slots that it has filled or emptied."""

@@ -50,8 +50,8 @@ class Learner(WeightPublisher):
         expected = Counter(Version(self.incarnation, step) for step in steps)
         wait_until(lambda: Counter(each.acknowledged for each in list(self._channels.values())) == expected)
 
-    def _transfer(self, channel, link, snapshot):
-        super()._transfer(channel, link, snapshot)
+    def _transfer(self, channel, link, snapshot, forwards):
+        super()._transfer(channel, link, snapshot, forwards)
         size = len(snapshot.delta.encoded(snapshot)) if channel.was_delta else None
         self.forms.append((snapshot.version.step, size))
 
