@@ -3,7 +3,8 @@
 The learner and each engine have a network namespace of their own, all on one bridge, and each sends at most `--rate`.
 The learner has one rank and random weights in bfloat16. Each version changes 1.2 % of the values by one unit in the
 last place. `update_s_E` is the time from the call that publishes a version until E engines have loaded it,
-`delta_update_s_E` the same with `weights.delta` = "auto". `raw_s_E` is that of a broadcast of as many bytes to as many
+`delta_update_s_E` the same with `weights.delta` = "auto", `chain_update_s_E` with all engines in one chain
+(`weights.channel_size`). `raw_s_E` is that of a broadcast of as many bytes to as many
 processes in one group, in buckets of the same size. `broadcast_ratio_E` is `raw_s_E` over `update_s_E`,
 `delta_update_ratio_E` is `update_s_E` over `delta_update_s_E`.
 
@@ -31,13 +32,14 @@ CHANGED = 0.012
 BUCKET_BYTES = 16 << 20
 SUBNET = "10.78.0"
 DEADLINE_S = 600.0
-DELTAS = ("off", "auto")
+KINDS = {"update_s": {}, "delta_update_s": {"delta": "auto"}, "chain_update_s": {"channel_size": 64}}
+"""Keys of `[weights]` of each kind of update."""
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument(
-        "--mib", type=int, default=1024, help="of weights; each engine takes four times as much [1024]"
+        "--mib", type=int, default=1024, help="of weights; each engine takes six times as much [1024]"
     )
     arguments.add_argument("--engines", type=int, nargs="+", default=[1, 4, 8], help="in ascending order [1 4 8]")
     arguments.add_argument("--rate", default="1gbit", help="of each host's link, in tc's notation [1gbit]")
@@ -55,7 +57,7 @@ def main() -> None:
     pairs += [(f"delta_update_ratio_{n}", f"update_s_{n}", f"delta_update_s_{n}") for n in given.engines]
     pairs += [
         (f"{kind}update_s_{most}_over_{least}", f"{kind}update_s_{most}", f"{kind}update_s_{least}")
-        for kind in ("", "delta_")
+        for kind in ("", "delta_", "chain_")
     ]
     for name, over, under in pairs:
         rows.append(Row(name, [a / b for a, b in zip(measured[over], measured[under], strict=True)], "of the other"))
@@ -120,11 +122,11 @@ def measure(folder: Path, names: list[str], engines: list[int], mib: int, turns:
 # --- the processes ----------------------------------------------------------------------------------------------------
 
 
-def section(delta: str):
+def section(kind: str):
     from april.config import WeightsSection
 
-    keys = {"publish_deadline_s": DEADLINE_S, "transfer_deadline_s": DEADLINE_S, "join_deadline_s": 60.0}
-    return WeightsSection(host=address(0), delta=delta, **keys)
+    keys = KINDS[kind] | {"publish_deadline_s": DEADLINE_S, "transfer_deadline_s": DEADLINE_S, "join_deadline_s": 60.0}
+    return WeightsSection(host=address(0), **keys)
 
 
 def raw_group(host: str, port: int, rank: int, count: int):
@@ -165,9 +167,9 @@ def learner(mib: int, turns: int, engines: list[int], folder: Path) -> None:
 
     torch.set_num_threads(1)
     weights = {f"layers.{i}": torch.randn(TENSOR_VALUES).bfloat16() for i in range((mib << 20) // TENSOR_VALUES // 2)}
-    publishers = {delta: WeightPublisher(section(delta), "bench", "cpu") for delta in DELTAS}
-    plain = publishers["off"]
-    put(folder / "addresses", orjson.dumps([[publishers[delta].address for delta in DELTAS], *plain.store[1:], mib]))
+    publishers = {kind: WeightPublisher(section(kind), "bench", "cpu") for kind in KINDS}
+    plain = publishers["update_s"]
+    put(folder / "addresses", orjson.dumps([[publishers[kind].address for kind in KINDS], *plain.store[1:], mib]))
     found: dict[str, list[float]] = {"hidden": [], "share": []}
     step = 0
     for count in engines:
@@ -175,18 +177,22 @@ def learner(mib: int, turns: int, engines: list[int], folder: Path) -> None:
         for publisher in publishers.values():
             while sum(each.state == "ready" for each in list(publisher._channels.values())) < count:
                 time.sleep(0.01)
+        while sum(each.is_linked for each in list(publishers["chain_update_s"]._channels.values())) < count - 1:
+            time.sleep(0.01)
         for turn in range(turns + 1):
             step += 1
             for tensor in weights.values():
                 tensor.view(torch.int16)[torch.rand(TENSOR_VALUES) < CHANGED] ^= 1
-            for delta, name in zip(DELTAS, ("update_s", "delta_update_s"), strict=True):
+            for name, publisher in publishers.items():
                 began = time.perf_counter()
-                figures = publishers[delta].publish(Version(0, step), weights)
+                figures = publisher.publish(Version(0, step), weights)
                 assert figures["publish_workers"] == count, figures
                 if turn:  # in the first there is no base
                     found.setdefault(f"{name}_{count}", []).append(time.perf_counter() - began)
-                    assert figures["publish_deltas"] == (count if delta == "auto" else 0), figures
-        sent = publishers["auto"]._snapshot
+                    assert figures["publish_deltas"] == (count if name == "delta_update_s" else 0), figures
+                    if name == "chain_update_s":
+                        assert figures["publish_sent_bytes"] == figures["publish_bytes"], figures
+        sent = publishers["delta_update_s"]._snapshot
         assert isinstance(sent, SnapshotWithDelta)
         found["share"].append(len(sent.delta.encoded(sent)) / sent.data.numel())
         (folder / f"raw_{count}").touch()
@@ -210,7 +216,7 @@ def engine(number: int, turns: int, folder: Path) -> None:
 
     torch.set_num_threads(1)
     addresses, port, mib = orjson.loads((folder / "addresses").read_bytes())
-    receivers = [WeightReceiver(section(delta), f"e{number}-{delta}", f"e{number}", "cpu") for delta in DELTAS]
+    receivers = [WeightReceiver(section(kind), f"e{number}-{kind}", f"e{number}", "cpu") for kind in KINDS]
     for receiver, at in zip(receivers, addresses, strict=True):
         receiver.connect(at)
     done = set[Path]()

@@ -1,12 +1,13 @@
 """Peers that are killed or stopped while a version of the weights is on its way.
 
 A learner of two ranks publishes versions to three engines, each in a process of its own, on this machine: whole or as
-deltas over weight channels (`broadcast`, `delta`), or as snapshots in a folder (`pull`). In each trial one engine or
-rank gets SIGKILL, or SIGSTOP for some seconds, at a random time of a publication; in `gather` it is a rank, before the
-version is whole. `killed_peers_lost` counts the trials in which another engine did not hold the version within
-`weights.publish_deadline_s`, held other bytes than the learner, or in which the victim did not hold the next version.
-After a killed rank the learner starts anew, as its launcher would start it, with the next incarnation, and the deadline
-runs from its publication; after a stopped one it runs from when that goes on.
+deltas over weight channels (`broadcast`, `delta`), through a chain of all engines (`chain`), or as snapshots in a
+folder (`pull`). In each trial one engine or rank gets SIGKILL, or SIGSTOP for some seconds, at a random time of a
+publication; in `gather` it is a rank, before the version is whole. `killed_peers_lost` counts the trials in which
+another engine did not hold the version within `weights.publish_deadline_s`, held other bytes than the learner, or in
+which the victim did not hold the next version. After a killed rank the learner starts anew, as its launcher would start
+it, with the next incarnation, and the deadline runs from its publication; after a stopped one it runs from when that
+goes on.
 """
 
 import contextlib
@@ -27,9 +28,9 @@ import orjson
 from common import Row, parser, process, python_path, report
 
 ENGINES, RANKS, TENSORS = 3, 2, 24
-KINDS = {"broadcast": "off", "delta": "auto", "gather": "off", "pull": "auto"}
+KINDS = {"broadcast": "off", "chain": "off", "delta": "auto", "gather": "off", "pull": "auto"}
 """What a trial interrupts, and `weights.delta` in it."""
-TRIALS = {"broadcast": 14, "delta": 14, "gather": 10, "pull": 12}
+TRIALS = {"broadcast": 10, "chain": 12, "delta": 10, "gather": 8, "pull": 10}
 DEADLINE_S, START_S, STOPPED_S = 10.0, 60.0, 5.0
 """`weights.publish_deadline_s`, the time to start a process, and how long a stopped one stands still (seconds)."""
 
@@ -37,9 +38,10 @@ DEADLINE_S, START_S, STOPPED_S = 10.0, 60.0, 5.0
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--only", choices=KINDS, nargs="*", help="these trials alone")
     given = arguments.parse_args()
     rows, lost = [], []
-    for kind in KINDS:
+    for kind in given.only or KINDS:
         with tempfile.TemporaryDirectory(prefix="april-kills-") as made, Trials(kind, Path(made), given.seed) as trials:
             found = [trials.run() for _ in range(2 if given.quick else TRIALS[kind])]
         lost += [bool(each.failure) for each in found]
@@ -151,7 +153,7 @@ class Trials:
 
     def run(self) -> SimpleNamespace:
         """One trial: a version, a victim, and the next version."""
-        victims = {"gather": self.ranks, "broadcast": self.engines, "delta": self.engines}
+        victims = {"gather": self.ranks, "broadcast": self.engines, "delta": self.engines, "chain": self.engines}
         victim = self.random.choice(victims.get(self.kind, [*self.ranks, *self.engines]))
         number = self.random.choice([signal.SIGKILL, signal.SIGSTOP])
         began = self.publish()
@@ -197,7 +199,8 @@ class Trials:
 def section(kind: str):
     from april.config import WeightsSection
 
-    return WeightsSection(publish_deadline_s=DEADLINE_S, delta=KINDS[kind])
+    size = ENGINES if kind == "chain" else 1
+    return WeightsSection(publish_deadline_s=DEADLINE_S, delta=KINDS[kind], channel_size=size)
 
 
 def commands():
