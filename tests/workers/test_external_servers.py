@@ -165,7 +165,8 @@ def test_a_whole_run_with_externally_loaded_weights_labels_every_token(
 
     keys = {
         "weights.transport": "external", "worker.engine": "sglang", "engine.url": server_of_the_policy.url,
-        "worker.count": 1, "schedule.kind": "continuous", "schedule.max_steps": 4, "data.epochs": 4,
+        "worker.count": 1, "schedule.kind": "continuous", "schedule.max_staleness": 1, "schedule.max_steps": 4,
+        "data.epochs": 4,
         "weights.publish_deadline_s": PATIENCE_S, "weights.transfer_deadline_s": PATIENCE_S,
     }  # fmt: skip
     with april.connect(config_file, overrides=keys) as run:
