@@ -10,13 +10,13 @@ import torch
 from april.config import Config
 from april.config.section import bound
 from april.learner.batch import TrainSample
-from april.learner.head_divergence import divergence_from
 from april.learner.losses import DIVERGENCES
 from april.learner.losses.columns import MAX_LOG_RATIO, Spans
 from april.learner.losses.distillation import reverse_kl
 from april.learner.losses.gdpo import gdpo
 from april.learner.losses.pass_at_k import pass_at_k
 from april.learner.packing import HeadInputs
+from april.learner.teacher import divergence_from
 from april.learner.turns import turn_returns
 from april.wire.message import Version
 

@@ -14,8 +14,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from april.agents.conversation_tree import ConversationTree, PolicyCall, Refusal, Turn
-from april.agents.dialects import DIALECTS, Dialect
-from april.agents.dialects.base import StreamEvent
+from april.agents.dialects.base import Dialect, StreamEvent
+from april.agents.dialects.chat import Chat
+from april.agents.dialects.messages import Messages
+from april.agents.dialects.responses import Responses
 from april.agents.forwarding import (
     MOVED_STATUS,
     OVER_STATUS,
@@ -35,6 +37,8 @@ from april.data.tokenizer import Tokenizer
 from april.wire.limits import clip, is_reward, reward_details
 from april.wire.security.web_requests import check_requests
 
+DIALECTS: list[type[Dialect]] = [Chat, Responses, Messages]
+"""The HTTP APIs that a gateway serves."""
 MAX_BODY_BYTES, MAX_BODY_BYTES_WITH_IMAGES = 8 << 20, 64 << 20
 """Largest request body, and that of a run whose policy takes images."""
 MAX_BODY_DEPTH = 64

@@ -12,7 +12,7 @@ from typing import Any
 
 from april import wire
 from april.broker.context import BrokerContext, MessageTable
-from april.broker.filters.filters import FilterFailed, GroupFilters
+from april.broker.filters import FilterFailed, GroupFilters
 from april.broker.handlers.agents import AgentHandler
 from april.broker.handlers.evaluations import Evaluations
 from april.broker.handlers.learner import LearnerHandler, NodeHandler

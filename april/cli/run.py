@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from april.cli.command import CONFIG, INTERRUPTED, command, load_config, option
-from april.cli.status import print_status
 from april.util.errors import ConfigError, refuse
 from april.util.lifetime import REFUSED
 
@@ -205,6 +204,7 @@ def report_end(run_dir: Path, state: str, why: str) -> None:
     """Record how the run ended, print its status and write its report; a failure here does not change the outcome."""
     from april.launch.preflight import mark_ended
     from april.observe.dashboard.report import write_report
+    from april.observe.report.operations import print_status
 
     try:
         mark_ended(run_dir, state, why)

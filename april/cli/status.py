@@ -22,7 +22,7 @@ def status(run: Path | None, connect: str | None, keys: Path | None) -> int:
     """Print the state of a run: its broker's, if one answers, and its folder's."""
     from april.observe.operate import RunAddress
     from april.observe.report.live import plain_console
-    from april.observe.report.operations import render_live
+    from april.observe.report.operations import print_status, render_live
     from april.wire.sockets.broker import BrokerRefused, BrokerUnreachable
 
     try:
@@ -86,12 +86,3 @@ def dead_letters(run: Path | None, connect: str | None, keys: Path | None, reque
     if not live:
         print("no broker answers; this is what the last one left in the run folder")
     return 0
-
-
-def print_status(run_dir: Path) -> None:
-    """Print what the files of a run folder say. Raises ConfigError."""
-    from april.observe.report.live import plain_console
-    from april.observe.report.operations import render_status
-    from april.observe.report.run_folder import read_run
-
-    plain_console().print(render_status(read_run(run_dir)))

@@ -22,7 +22,7 @@ from april.agents import PROGRAMS
 from april.agents.listening import AttachKey, server_tls
 from april.broker.alarms.alarm import check_alarms
 from april.broker.conformance.runs import try_schedule
-from april.broker.filters.filters import GroupFilters
+from april.broker.filters import GroupFilters
 from april.broker.header import tensors_of
 from april.broker.prompts import PromptBook, open_prompts
 from april.broker.samplers.draws import check_sampler

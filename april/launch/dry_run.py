@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from april.broker.filters.filters import zero_spread
+from april.broker.filters import zero_spread
 from april.broker.plan import advice, describe_plan
 from april.config import Config, ConfigError, SourceSection
 from april.config.advantages import needs_values

@@ -23,7 +23,7 @@ from april.agents.gateway import Gateway, task_of
 from april.agents.host import StartProgram
 from april.agents.programs import CommandRunner, ProgramRunner, Runner
 from april.agents.rendering import Renderer
-from april.broker.filters.filters import CompleteGroup, FilterFailed, GroupFilters, ask
+from april.broker.filters import CompleteGroup, FilterFailed, GroupFilters, ask
 from april.config import Config, ConfigError
 from april.data.rows import row_prompt
 from april.data.tokenizer import Tokenizer

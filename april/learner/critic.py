@@ -22,7 +22,6 @@ from april.learner.backends.backend import Backend, clip_gradients
 from april.learner.checkpoint import CheckpointPart
 from april.learner.frozen_base import in_bf16
 from april.learner.loading import empty_model, hold_inputs_on_host
-from april.learner.losses.gae import value_losses, whitened
 from april.learner.losses.kl import k1
 from april.learner.losses.ranks import Ranks
 from april.learner.model import hidden_states, load_sharded
@@ -35,6 +34,8 @@ from april.util.pulse import MAIN
 Estimator = Callable[..., Tensor]
 """Function (rewards [K], values [K], spans, configuration section `[critic]`) -> advantages [K], such as
 `april.learner.losses.gae.gae`."""
+VARIANCE = 1e-8
+"""Constant added to the variance of the advantages before the square root in whitening, as in TRL and verl."""
 
 
 class ValueModel(nn.Module):
@@ -177,3 +178,27 @@ def value_metrics(values: Tensor, returns: Tensor, ranks: Ranks) -> dict[str, fl
         "return_mean": target / tokens,
         "explained_variance": 1 - residual / variance if variance > 0 else 0.0,
     }
+
+
+def whitened(advantages: Tensor, ranks: Ranks) -> Tensor:
+    """(A - mean) / sqrt(variance + VARIANCE), over the tokens of all ranks; [K] -> [K], K may be 0. Collective."""
+    exact = advantages.double()
+    count, total = ranks.total(exact.new_tensor([len(exact), float(exact.sum())]))
+    centred = exact - total / count.clamp(min=1)
+    variance = ranks.total(centred.square().sum()) / (count - 1).clamp(min=1)
+    return (centred * (variance + VARIANCE).rsqrt()).to(advantages.dtype)
+
+
+def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Value loss max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of each token, and bool: whether the
+    clip removes its gradient; [K] each. With `clip` = 0: (V - R)^2 / 2.
+
+    The squared error of PPO, arXiv 1707.06347, equation 9, clipped as in the authors' code: "Implementation Matters in
+    Deep Policy Gradients", arXiv 2005.12729, section 3.
+    """
+    error = (values - returns).square()
+    if not clip:
+        return error / 2, error.new_zeros(len(error), dtype=error.dtype).bool()
+    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+    clipped_error = (clipped_values - returns).square()
+    return error.maximum(clipped_error) / 2, clipped_error > error

@@ -42,7 +42,7 @@ REGISTRIES = {
     "agent.program": "april.agents:PROGRAMS",
     "schedule.sampler": "april.broker.samplers:SAMPLERS",
     "schedule.group_filter": "april.broker.filters:FILTERS",
-    "operations.sinks": "april.broker.telemetry:SINKS",
+    "operations.sinks": "april.broker.telemetry.sinks:SINKS",
     "operations.alarms": "april.broker.alarms.alarm:ALARMS",
     "weights.transport": "april.weights:TRANSPORTS",
     "run.target": "april.launch:TARGETS",

@@ -26,6 +26,7 @@ from april.util import clock
 from april.util.lifetime import PartThread, in_background
 from april.weights import TRANSPORTS
 from april.weights.base import BaseWeights
+from april.weights.chains import ChainLinks, not_forwarding
 from april.weights.channel import (
     CHANNEL_BODIES,
     CLOSED,
@@ -45,7 +46,6 @@ from april.weights.channel import (
     DeltaBase,
     link_name,
 )
-from april.weights.forwarding import ChainLinks, not_forwarding
 from april.weights.part_transfer import DeltaRetry, KeptWeights, receive_delta, receive_whole
 from april.weights.snapshot import ReusedBuffers, SnapshotError, joint_digest
 from april.weights.source import StagedWeights, WeightSource

@@ -10,8 +10,7 @@ from aiohttp import web
 
 from april import wire
 from april.agents.conversation_tree import ConversationTree
-from april.agents.dialects import DIALECTS
-from april.agents.gateway import Gateway
+from april.agents.gateway import DIALECTS, Gateway
 from april.agents.listening import AttachKey, listen, server_tls
 from april.agents.process import AttachedRunner
 from april.agents.rendering import Renderer

@@ -11,7 +11,7 @@ import pytest
 from april import wire
 from april.agents import programs
 from april.agents.agents import MAX_DEATHS, Agents
-from april.agents.dialects import Chat
+from april.agents.dialects.chat import Chat
 from april.agents.gateway import Gateway
 from april.agents.host import Host, ProgramEnded, StartProgram, pack_state
 from april.agents.link import BrokerLink

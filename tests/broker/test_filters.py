@@ -5,7 +5,7 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.broker.filters.filters import STATES, CompleteGroup, FilterFailed, GroupFilters, ask, zero_spread
+from april.broker.filters import STATES, CompleteGroup, FilterFailed, GroupFilters, ask, zero_spread
 from april.broker.journal.journal import Journal
 from april.broker.ledger.samples import GroupState
 from april.config import ConfigError, ScheduleSection

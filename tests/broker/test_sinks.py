@@ -14,8 +14,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from april.broker.telemetry import SINKS
-from april.broker.telemetry.sinks import BackgroundSink
+from april.broker.telemetry.sinks import SINKS, BackgroundSink
 from april.observe.report.run_folder import read_records
 from tests.support.broker_conversation import FakeLearner, FakeWorker, joined, make_batch
 

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from april import config as configuration
-from april.broker.filters.filters import CompleteGroup, GroupFilters
+from april.broker.filters import CompleteGroup, GroupFilters
 from april.broker.plan import make_schedule, section_of
 from april.cli import main
 from april.cli.simulate import read_scenario

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from april import config as configuration
-from april.broker.filters.filters import CompleteGroup, GroupFilters
+from april.broker.filters import CompleteGroup, GroupFilters
 from april.broker.schedules.schedule import LEDGER_ATTRIBUTES
 from april.cli import main
 from april.config import Config

@@ -13,8 +13,9 @@ from april.config import ConfigError
 from april.config.advantages import check_critic
 from april.config.training import CriticSection
 from april.learner.batch import TrainingBatch
+from april.learner.critic import value_losses
 from april.learner.losses.columns import Spans
-from april.learner.losses.gae import gae, value_losses
+from april.learner.losses.gae import gae
 from april.learner.packing import minibatches
 from april.learner.trainer import Trainer
 from tests.support.learner.comparison import equal

@@ -10,13 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april.config import Config
-from april.learner import head_divergence
+from april.learner import teacher
 from april.learner.batch import TrainingBatch
-from april.learner.head_divergence import divergence_from
 from april.learner.loading import ModelError
 from april.learner.losses import DIVERGENCES
 from april.learner.packing import HeadInputs, longest_input, pack
-from april.learner.teacher import Teacher
+from april.learner.teacher import Teacher, divergence_from
 from april.learner.trainer import Trainer
 from tests.support.learner.small_learner import make_config, make_policy, make_sample
 
@@ -54,7 +53,7 @@ def probabilities(head):
 @pytest.mark.parametrize("cap", [None, 2.0], ids=["", "capped"])
 def test_pieces_have_the_value_and_the_gradient_of_whole_distributions(name, cap, monkeypatch):
     """Also by finite differences, with a teacher whose head has more ids."""
-    monkeypatch.setattr(head_divergence, "LOGITS", 3 * 31)
+    monkeypatch.setattr(teacher, "PIECE_LOGITS", 3 * 31)
     policy, big = heads(torch.Generator().manual_seed(4), 40, cap)
     inputs = policy.hidden.requires_grad_(), policy.weight.requires_grad_()
     ours, theirs = divergence_from(big, PARTS[name], policy), reference(name, probabilities(big), probabilities(policy))

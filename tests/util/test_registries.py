@@ -102,9 +102,10 @@ def names_in(path: Path):
 def native_files(registry: Registry, name: str) -> set[Path]:
     """The part's module, all files of its own folder, and the file of its registry."""
     room = ROOT / REGISTRIES[registry.key].partition(":")[0].replace(".", "/")
+    of_registry = room / "__init__.py" if room.is_dir() else room.with_suffix(".py")
     module = ROOT / (registry.shipped[name].partition(":")[0].replace(".", "/") + ".py")
-    folder = set() if module.parent == room else set(module.parent.rglob("*.py"))
-    return folder | {module, room / "__init__.py"}
+    folder = set() if module.parent == room or module == of_registry else set(module.parent.rglob("*.py"))
+    return folder | {module, of_registry}
 
 
 CONFIGURED = (

@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from april.broker.conformance.invariants import Invariants, trains
 from april.broker.conformance.runs import NumberedPrompts, SubmittedPromptsStub, advance
-from april.broker.filters.filters import GroupFilters, zero_spread
+from april.broker.filters import GroupFilters, zero_spread
 from april.broker.journal.snapshot import freeze, thaw
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.events import BatchDelivered, GroupDiscarded, Leased, PromptSubmitted

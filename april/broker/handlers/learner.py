@@ -13,9 +13,9 @@ from april.broker.handlers.images import send_images
 from april.broker.journal.files import Damaged, Unreadable
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.chunk_refs import chunk_refs_in
+from april.broker.ledger.commands import note_weight_folder
 from april.broker.ledger.ledger import LedgerError
 from april.broker.ledger.samples import Group, Sample, SampleState
-from april.broker.ledger.weight_folders import note_weight_folder
 from april.broker.payloads import pack
 from april.broker.peers import SESSION_BITS, Peer, Peers
 from april.broker.telemetry.logged_groups import LoggedGroup

@@ -14,8 +14,8 @@ import numpy as np
 from april import wire
 from april.broker.context import BrokerContext, MessageTable
 from april.broker.ledger.admission import Verdict
+from april.broker.ledger.commands import score_tokens
 from april.broker.ledger.samples import AgentSample, Group, Lease, Sample
-from april.broker.ledger.token_scores import score_tokens
 from april.broker.peers import Peer
 from april.data.rows import row_prompt
 from april.wire import limits

@@ -12,11 +12,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from april.broker.telemetry import SINKS
 from april.util.errors import refuse
-from april.util.registry import call_each
+from april.util.registry import Registry, call_each
 
 log = logging.getLogger(__name__)
+
+SINKS = Registry(
+    "operations.sinks",
+    "metrics sink",
+    {
+        "tensorboard": "april.broker.telemetry.sinks:TensorBoard",
+        "wandb": "april.broker.telemetry.sinks:WeightsAndBiases",
+        "mlflow": "april.broker.telemetry.sinks:MLflow",
+        "trackio": "april.broker.telemetry.sinks:Trackio",
+        "swanlab": "april.broker.telemetry.sinks:SwanLab",
+    },
+    base="april.broker.telemetry.sinks:Sink",
+)
 
 
 class Sink:

@@ -47,6 +47,7 @@ class Ray(Launcher):
         return {
             "run": str(self.folder.parent),
             "orders": str(self.folder / SUBMITTED),
+            "report": str(self.folder / REPORT),
             "broker": {"script": self._script(bind)},
             "learner": learner,
             "holders": holders,

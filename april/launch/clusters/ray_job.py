@@ -19,7 +19,6 @@ import yaml
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from april.launch.clusters.ray import REPORT
 from april.launch.part import LEAVE_S, OVER
 from april.util.files import replace_file
 from april.util.lifetime import end_with_parent
@@ -71,8 +70,8 @@ class RayPart:
 class Job:
     """Starts and follows all parts of a run. `run()` returns the broker's exit status."""
 
-    def __init__(self, plan: Mapping[str, Any], folder: Path):
-        self.plan, self.folder = plan, folder
+    def __init__(self, plan: Mapping[str, Any]):
+        self.plan = plan
         self.actors: dict[str, Any] = {}
         self.running: dict[Any, str] = {}
         """Names of running parts by the object reference of their exit status."""
@@ -164,7 +163,7 @@ class Job:
             if name not in self.statuses:
                 self.locations[name] = ray.get(reference)
                 self.location_requests[self.actors[name].location.remote()] = name
-        replace_file(self.folder / REPORT, "".join(self.lines()).encode())
+        replace_file(Path(self.plan["report"]), "".join(self.lines()).encode())
 
     def lines(self) -> list[str]:
         return [
@@ -175,6 +174,5 @@ class Job:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
     ray.init(log_to_driver=False)
-    sys.exit(Job(yaml.safe_load(path.read_text()), path.parent).run())
+    sys.exit(Job(yaml.safe_load(Path(sys.argv[1]).read_text())).run())

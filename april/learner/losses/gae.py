@@ -1,4 +1,4 @@
-"""Generalised advantage estimation from a critic's values, and the critic's loss.
+"""Generalised advantage estimation from a critic's values.
 
 An advantage estimator with the attribute `needs_values` is a function (rewards, values, spans, section) -> advantages,
 all columns [K] without gradients: `rewards` per token (usually the response's reward at its last token), `values` the
@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from april.config.training import CriticSection
-    from april.learner.losses.ranks import Ranks
-
-VARIANCE = 1e-8
-"""Constant added to the variance of the advantages before the square root in whitening, as in TRL and verl."""
 
 
 def gae(rewards: Tensor, values: Tensor, spans: Spans, section: CriticSection) -> Tensor:
@@ -44,27 +40,3 @@ def gae(rewards: Tensor, values: Tensor, spans: Spans, section: CriticSection) -
 
 
 gae.needs_values = True  # type: ignore[attr-defined]
-
-
-def whitened(advantages: Tensor, ranks: Ranks) -> Tensor:
-    """(A - mean) / sqrt(variance + VARIANCE), over the tokens of all ranks; [K] -> [K], K may be 0. Collective."""
-    exact = advantages.double()
-    count, total = ranks.total(exact.new_tensor([len(exact), float(exact.sum())]))
-    centred = exact - total / count.clamp(min=1)
-    variance = ranks.total(centred.square().sum()) / (count - 1).clamp(min=1)
-    return (centred * (variance + VARIANCE).rsqrt()).to(advantages.dtype)
-
-
-def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Value loss max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of each token, and bool: whether the
-    clip removes its gradient; [K] each. With `clip` = 0: (V - R)^2 / 2.
-
-    The squared error of PPO, arXiv 1707.06347, equation 9, clipped as in the authors' code: "Implementation Matters in
-    Deep Policy Gradients", arXiv 2005.12729, section 3.
-    """
-    error = (values - returns).square()
-    if not clip:
-        return error / 2, error.new_zeros(len(error), dtype=error.dtype).bool()
-    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
-    clipped_error = (clipped_values - returns).square()
-    return error.maximum(clipped_error) / 2, clipped_error > error

@@ -1,6 +1,7 @@
 """Render a live broker's status, its dead letters, and the table of a run in the terminal."""
 
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -8,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from april.observe.report.facts import TokenTotals, count, duration, facts, number, token_totals
-from april.observe.report.live import alarms, failures, holders_table, step_of_total
-from april.observe.report.run_folder import RunFolder, dig
+from april.observe.report.live import alarms, failures, holders_table, plain_console, step_of_total
+from april.observe.report.run_folder import RunFolder, dig, read_run
 from april.observe.report.timeline import waiting_for
 
 DRAIN = {
@@ -101,6 +102,11 @@ def render_status(run: RunFolder) -> RenderableType:
         return Group(title, rows, Text("no token has been generated yet", style="dim"))
     rows.add_row("ledger", verdict(ledger))
     return Group(title, rows, states_table(ledger, dig(run.summary, "gradient", "tokens")))
+
+
+def print_status(run_dir: Path) -> None:
+    """Print what the files of a run folder say. Raises ConfigError."""
+    plain_console().print(render_status(read_run(run_dir)))
 
 
 def verdict(ledger: TokenTotals) -> Text:

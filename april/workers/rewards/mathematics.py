@@ -13,11 +13,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from april.workers.rewards.congruences import compared_congruences, congruence_of
-from april.workers.rewards.intervals import union_of
-from april.workers.rewards.kinds import are_opposed
+from april.workers.rewards.kinds import are_opposed, compared_congruences, congruence_of
 from april.workers.rewards.messages import Undecided, right_or_wrong
-from april.workers.rewards.spellings import GROUPED, SIGN, spelled
+from april.workers.rewards.spellings import GROUPED, SIGN, spelled, union_of
 from april.workers.rewards.text import (
     END_OF_THINKING,
     after_phrase,

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import april
 from april.config import Config
 from april.util import clock
 from april.util.errors import refuse
 from april.util.lifetime import PR_SET_PDEATHSIG, pass_on_niceness, reap
+from april.util.logs import APRIL_FOLDER
 from april.util.text import masked
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang.client import API_KEY, ApiKeyRefused, ServerGone, ServerRefuses, SGLangClient
@@ -366,7 +366,7 @@ def server_python(config: Config, name: str) -> Path:
 
     The folder is looked for in the working directory, next to April's environment, and in April's checkout.
     """
-    folders = (Path.cwd(), Path(sys.prefix).parent, Path(april.__file__).parents[1])
+    folders = (Path.cwd(), Path(sys.prefix).parent, Path(APRIL_FOLDER).parent)
     candidates = [folder / f".venv-{name.lower()}/bin/python" for folder in folders]
     return config.engine.python or next((candidate for candidate in candidates if candidate.exists()), candidates[0])
 

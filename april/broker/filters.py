@@ -7,12 +7,13 @@ A filter is a function of a `CompleteGroup` that returns the reason to discard t
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from april.broker.filters import FILTERS
 from april.config import ScheduleSection
 from april.config.section import bound
 from april.data.groups import has_spread
+from april.util.registry import Registry
 from april.wire.limits import clip
 
+FILTERS = Registry("schedule.group_filter", "filter", {"zero_spread": "april.broker.filters:zero_spread"})
 REASON_CHARACTERS = 40
 STATES = frozenset({"open", "ready", "delivered", "trained", "discarded"})
 """Group states, which a filter must not return as its reason."""

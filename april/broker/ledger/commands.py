@@ -1,0 +1,31 @@
+"""Commands of the ledger for facts that move no sample: token scores, and snapshots of weights on disk."""
+
+from zlib_ng.zlib_ng import crc32
+
+from april.broker.ledger import events
+from april.broker.ledger.admission import Verdict
+from april.broker.ledger.ledger import Ledger
+from april.wire.training import WeightFolder
+
+
+def score_tokens(ledger: Ledger, lease_id: int, columns: list[dict[str, int]], values: bytes) -> None:
+    """Record the token scores of the responses under a scoring lease, before their rewards. Scores of held-out samples,
+    and of leases that are not current, are ignored.
+
+    `columns`: for each response, the number of values of each token score by its name; `values`: all of them, float32.
+    """
+    lease = ledger.leases.get(lease_id)
+    if lease and not lease.generating and not lease.sample.group.evaluation and any(columns):
+        ledger.commit(events.TokensScored(lease_id, columns), [(crc32(values), values)])
+
+
+def note_weight_folder(ledger: Ledger, folder: WeightFolder) -> Verdict:
+    """Record that the learner has written a snapshot of weights; a duplicate if this snapshot, or one of a newer
+    version, is known."""
+    incarnation, step = folder.version
+    if incarnation != ledger.learner.incarnation or not ledger.was_published(step, incarnation):
+        return Verdict.INVALID
+    if any(folder.version <= known.version for known in ledger.learner.weight_folders):
+        return Verdict.DUPLICATE
+    ledger.commit(events.WeightFolderWritten(incarnation, step, folder.digest))
+    return Verdict.OK
