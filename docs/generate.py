@@ -21,7 +21,7 @@ from april.broker.alarms.alarm import ALARMS
 from april.broker.ledger.events import AnyEvent
 from april.broker.views.metrics import METRICS, Exporter, Histogram, histogram_family
 from april.config import Config, SourceSection, known_keys
-from april.config.data import EvaluationSetSection
+from april.config.evaluation import EvaluationSetSection
 from april.config.loading import FLAGS
 from april.config.rewards import RewardPartSection
 from april.config.workers import TeacherSection

@@ -17,7 +17,7 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.samplers.draws import SampledOrder, draws_in_order
 from april.config import Config, ConfigError, ScheduleSection
 from april.config.algorithms import algorithm_of
-from april.config.data import EvaluationSet
+from april.config.evaluation import EvaluationSet
 from april.config.teachers import teacher_of
 from april.data.dataset import Dataset, load_dataset
 from april.data.rows import BadRow, DatasetRow, checked_label, checked_reward, hinted_prompt
@@ -62,7 +62,7 @@ class PromptBook:
         self._last_refusal = ""
         """Why the last of them was."""
         self._config, self.seed = config, config.seed
-        self._teachers = [teacher_of(config, source) for source in range(max(1, len(data.sources)))]
+        self._teachers = [teacher_of(config, source) for source in range(max(1, len(data.prompt_sources)))]
         """Names of the sources' teachers."""
         shown = [bool(algorithm_of(config, source).divergence) for source in range(len(self._teachers))]
         self._hints = [config.algorithm.hint if is_shown else "" for is_shown in shown]
@@ -171,7 +171,7 @@ class PromptBook:
 
     def source_of(self, epoch: int, position: int) -> int:
         """Number of a prompt's source."""
-        return self.rows.source_of(self.row_number(epoch, position)) if len(self._config.data.sources) > 1 else 0
+        return self.rows.source_of(self.row_number(epoch, position)) if len(self.rows.counts) > 1 else 0
 
     def teacher_of(self, epoch: int, position: int) -> str:
         """Name of the teacher of a prompt's source; "" without one."""

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 from april.cli.command import CONFIG, command, option
 
@@ -59,7 +60,8 @@ def part(
 
     learner_node = LearnerNode(nodes, node, meeting) if nodes > 1 else None
     computes = role in ("learner", "worker")
-    fetcher = Fetcher("weights" if computes else "tokenizer", "rows" if role == "broker" else None)
+    rows: dict[str, Literal["rows", "conversations"]] = {"broker": "rows", "learner": "conversations"}
+    fetcher = Fetcher("weights" if computes else "tokenizer", rows.get(role))
     loaded = load(config, overrides, inputs=(), fetch=fetcher)
     for fact in fetcher.facts:
         print(f"april part: {fact}", file=sys.stderr, flush=True)

@@ -40,7 +40,8 @@ def told_of_source(number: int | None, sentence: str) -> str:
 def used_algorithms(config: Config) -> dict[str, AlgorithmSection]:
     """The algorithms that samples are trained with, by the key of their table. Raises ConfigError."""
     own = source_algorithms(config)
-    of_run = {} if config.data.sources and len(own) == len(config.data.sources) else {"algorithm": config.algorithm}
+    prompt_sources = config.data.prompt_sources
+    of_run = {} if prompt_sources and len(own) == len(prompt_sources) else {"algorithm": config.algorithm}
     return of_run | {f"data.sources.{number}.algorithm": each for number, each in own.items()}
 
 

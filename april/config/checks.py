@@ -6,7 +6,8 @@ from april.config.addresses import check_addresses, check_listening, check_store
 from april.config.advantages import check_advantage, check_critic, needs_norms, needs_values
 from april.config.algorithms import divided, told_of_source
 from april.config.broker import BrokerSection
-from april.config.data import DataSection, check_evaluation, check_set_paths
+from april.config.data import DataSection, SourceSection
+from april.config.evaluation import check_evaluation, check_set_paths
 from april.config.rewards import check_reward
 from april.config.schedule import ScheduleSection
 from april.config.sections import Config
@@ -25,8 +26,13 @@ BANDS = [
 """Stems NAME of the pairs of `[algorithm]` keys (NAME_low, NAME_high) that bound a range; the clip range is checked
 apart."""
 INPUTS = ("model", "data")
-"""Inputs of a run whose existence `check` can check: the model folder and the data files. Only the broker reads the
-data, so other machines may lack the files."""
+"""Inputs of a run whose existence `check` can check: the model folder and the data files. Only the broker reads
+prompts, and rank 0 of the learner "conversations", the files of sources of kind sft; other machines may lack them."""
+
+PROMPTS_ALONE = ("reward", "teacher", "hint_key", "algorithm")
+"""Keys of `[[data.sources]]` that mean nothing for a source of kind sft."""
+SFT_ALONE = ("sft_rows", "sft_weight")
+"""Keys of `[[data.sources]]` that mean nothing for a source of prompts."""
 
 
 def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
@@ -60,6 +66,8 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     if "data" in inputs:
         check_data(config.data)
         check_set_paths(config.evaluation_sets)
+    if "data" in inputs or "conversations" in inputs:
+        check_sft_sources(config.data)
     if config.is_shipped("worker.engine"):
         check_engine(config)
 
@@ -355,6 +363,28 @@ def check_data(data: DataSection) -> None:
                 "give a file or folder of prompts, the name of a dataset on a hub, or make the quickstart's with "
                 "`april make-data`",
             )
+
+
+def check_sft_sources(data: DataSection) -> None:
+    """Refuse sources of kind sft without prompts beside them, or before these, and keys that are not for their kind."""
+    found = data.sft_sources
+    if found and data.source == "submitted":
+        refuse("data.source", data.source, "leaves no place for data.sources", "train the conversations by yourself")
+    if found and not data.prompt_sources:
+        why = "are all of kind sft, and a run needs prompts"
+        refuse("data.sources", sorted(found), why, "add a source of prompts, or run `april sft`")
+    if found and min(found) < len(data.prompt_sources):
+        why = "stands before a source of prompts"
+        refuse(f"data.sources.{min(found)}.kind", "sft", why, "put sources of kind sft last")
+    for number, source in enumerate(data.sources):
+        others = PROMPTS_ALONE if source.kind == "sft" else SFT_ALONE
+        for name in others:
+            if (value := getattr(source, name)) != SourceSection.model_fields[name].default:
+                why = f"is not for a source of kind {source.kind}"
+                refuse(f"data.sources.{number}.{name}", value, why, "leave it out, or set the source's kind")
+        if source.kind == "sft" and not source.path.exists():
+            fix = "give a file or folder of conversations, here where rank 0 of the learner reads them"
+            refuse(f"data.sources.{number}.path", source.path, "does not exist", fix)
 
 
 def check_engine(config: Config) -> None:

@@ -73,6 +73,13 @@ class HubInput:
     def is_for_evaluation(self) -> bool:
         return bool(self.prefix) or self.section.startswith("evaluation")
 
+    @property
+    def kinds(self) -> set[str]:
+        """What it is, as parts of a run name their inputs."""
+        if self.repository == "model":
+            return {"model"}
+        return {"data", "conversations"} if self.get("kind") == "sft" else {"data"}
+
     def key(self, name: str) -> str:
         """The whole key `path`, `revision`, `split` and so on."""
         return f"{self.section}.{self.prefix}{name}"
@@ -126,11 +133,12 @@ def take_recorded_commits(named: Sequence[HubInput], file: Path, model: type[Sec
 
 
 def from_cache(inputs: Collection[str]) -> Fetch:
-    """A `Fetch` for a part of a run: what the cache knows, of the `inputs` "model" and "data"."""
+    """A `Fetch` for a part of a run: what the cache knows, of the `inputs` "model", "data" and, of the data,
+    "conversations"."""
 
     def fetch(named: Sequence[HubInput]) -> None:
         for each in named:
-            if ("model" if each.repository == "model" else "data") not in inputs:
+            if each.kinds.isdisjoint(inputs):
                 continue
             known = each.folder.parents[1] / "refs" / each.revision
             if not each.commit and known.is_file():
@@ -161,14 +169,15 @@ def refuse_missing(named: HubInput, why: str) -> NoReturn:
 class Fetcher:
     """A `Fetch` for a launcher: resolves the names of models and datasets, and fetches what is not in the cache.
 
-    `model`: "commit" (fetches nothing), "tokenizer" (all but the weights) or "weights"; `data`: "commit" or "rows". A
-    kind that is left out is not resolved, since no part that is launched reads it.
+    `model`: "commit" (fetches nothing), "tokenizer" (all but the weights) or "weights"; `data`: "commit", "rows", or
+    "conversations" (rows of sources of kind sft alone). A kind that is left out is not resolved, since no part that is
+    launched reads it.
     """
 
     def __init__(
         self,
         model: Literal["commit", "tokenizer", "weights"] | None = None,
-        data: Literal["commit", "rows"] | None = None,
+        data: Literal["commit", "rows", "conversations"] | None = None,
     ):
         self._wanted = {"model": model, "dataset": data}
         self._resolved: dict[tuple[str, str, str], str] = {}
@@ -178,7 +187,10 @@ class Fetcher:
 
     def __call__(self, named: Sequence[HubInput]) -> None:
         for each in named:
-            if wanted := self._wanted[each.repository]:
+            wanted = self._wanted[each.repository]
+            if wanted == "conversations" and wanted not in each.kinds:
+                continue
+            if wanted:
                 with refusing(each):
                     self._resolve(each)
                     lacking = self._fetch(each, wanted) if wanted != "commit" else ""

@@ -11,7 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from april.config.broker import IPC, BrokerSection, OperationsSection, SecuritySection, WeightsSection
 from april.config.clusters import DevicesSection, LaunchSection
-from april.config.data import Commit, DataSection, EvaluationSection, EvaluationSet, SourceSection, evaluation_sets
+from april.config.data import Commit, DataSection, SourceSection
+from april.config.evaluation import EvaluationSection, EvaluationSet, evaluation_sets
 from april.config.learner import LearnerSection, SamplesSection
 from april.config.presets import fill_preset
 from april.config.rewards import RewardSection
@@ -251,12 +252,15 @@ class Config(Section):
     def supervised(self) -> "Config":
         """The configuration by which `april sft` trains the same model and data: each row is a group of one sample with
         the advantage 1, the loss is the cross-entropy at temperature 1, and nothing is generated or kept as a sample.
-        With `data.epochs`, `schedule.max_steps` bounds the run only if it was given."""
+        Of sources some of which are of kind sft, these are trained. With `data.epochs`, `schedule.max_steps` bounds the
+        run only if it was given."""
         sft, algorithm = self.sft, self.algorithm
         whole_rows = sft.max_tokens if algorithm.normalisation == "constant" else None
         by_epochs = self.data.epochs and "max_steps" not in self.schedule.model_fields_set
-        no_teaching = {"hint_key": "", "teacher": ""}
-        sources = [source.model_copy(update=no_teaching | {"algorithm": {}}) for source in self.data.sources]
+        plain: dict[str, Any] = {"kind": "prompts", "sft_rows": 8, "sft_weight": 0.1}
+        plain |= {"hint_key": "", "teacher": "", "algorithm": {}}
+        chosen = [source for source in self.data.sources if source.kind == "sft"] or self.data.sources
+        sources = [source.model_copy(update=plain) for source in chosen]
         schedule = ScheduleSection(
             rollout_batch_size=sft.batch_size,
             n_samples_per_prompt=1,

@@ -8,7 +8,7 @@ from april.config.section import CONTEXT_TOKENS, Section
 
 
 class SftSection(Section):
-    """Supervised fine-tuning with `april sft`; without effect in `april run`."""
+    """Supervised fine-tuning with `april sft`; in `april run` for sources of kind sft, but for `batch_size`."""
 
     batch_size: int = Field(
         32,
@@ -19,13 +19,13 @@ class SftSection(Section):
         4096,
         ge=2,
         le=CONTEXT_TOKENS,
-        description="Longest row of `april sft` (tokens); longer ones are left out and counted. Memory for activations "
-        "grows with it.",
+        description="Longest row of conversations (tokens); longer ones are left out and counted. Memory for "
+        "activations grows with it.",
     )
     train_on: Literal["assistant", "all"] = Field(
         "assistant",
-        description="Tokens that `april sft` trains: assistant (what the assistant says, with the token that ends its "
-        "turn), or all (the whole row).",
+        description="Tokens of conversations that are trained: assistant (what the assistant says, with the token that "
+        "ends its turn), or all (the whole row).",
     )
     tools_key: str = Field(
         "tools",

@@ -22,7 +22,7 @@ def check_teachers(config: Config) -> None:
         refuse("reward.where", config.reward.where, "has nobody to ask [teacher]", "set it to 'scorer'")
     if asked and config.agent.is_set:
         refuse("teacher", sorted(config.teacher), "is for samples without agents", "leave out [agent] or [teacher]")
-    for number, source in enumerate(config.data.sources):
+    for number, source in enumerate(config.data.prompt_sources):
         key, asks = f"data.sources.{number}", asks_teacher(config, number)
         if source.teacher and source.teacher not in config.teacher:
             known = ", ".join(sorted(config.teacher)) or "none is"
@@ -37,7 +37,8 @@ def check_teachers(config: Config) -> None:
         refuse("teacher", sorted(config.teacher), "has several for one source", "name one for each of data.sources")
     check_held_teacher(config)
     check_hint(config)
-    if idle := sorted({*asked} - {teacher_of(config, source) for source in range(max(1, len(config.data.sources)))}):
+    sources = range(max(1, len(config.data.prompt_sources)))
+    if idle := sorted({*asked} - {teacher_of(config, source) for source in sources}):
         why = "is a teacher that is never asked: no source that distils has it"
         refuse("teacher", idle[0], why, "leave it out, or name it as teacher of a source whose algorithm distils")
     key, name = naming(config, "distillation")

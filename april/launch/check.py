@@ -108,7 +108,7 @@ def check_run(
             try_apart(trial, config, found, f"whether {folder} can be {'trained and ' * has_learner}sampled")
     if not data.train_sources and data.source == "files":
         found.errors.append("no training prompts: set data.path")
-    for source in config.sources:
+    for source in (*config.sources, *data.sft_sources.values()):
         run_check(check_source, source)
     readable = not found.errors
     run_check(check_keys, None if config.made_keys else config.keys, unused_roles(config))

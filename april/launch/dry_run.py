@@ -39,6 +39,7 @@ def describe(config: Config, devices: Sequence[str]) -> str:
         "run": f"{config.run_dir}, seed {config.seed}",
         "model": describe_model(config, shape),
         "data": "; ".join(map(describe_source, config.data.train_sources)) or "prompts that the trainer submits",
+        **describe_conversations(config),
         "held out": describe_evaluation(config),
         "schedule": describe_plan(schedule).removeprefix("plan: ").replace("\n      ", "; "),
         "filters": describe_filters(config),
@@ -98,6 +99,15 @@ def describe_source(source: SourceSection) -> str:
     weight = "" if source.weight == 1 else f", {source.weight:g} times an epoch"
     split = f" ({', '.join(filter(None, (source.configuration, source.split)))})" if source.split else ""
     return f"{source.named()}{split} as {source.mapping}{weight}, rewarded by {verifier_of(source) or 'reward.name'}"
+
+
+def describe_conversations(config: Config) -> dict[str, str]:
+    """A line about the sources of kind sft, if there are any."""
+    lines = [
+        f"{source.sft_rows} rows of {source.named()} a batch, {source.sft_weight:g} times their loss"
+        for source in config.data.sft_sources.values()
+    ]
+    return {"beside": "; ".join(lines)} if lines else {}
 
 
 def describe_evaluation(config: Config) -> str:

@@ -23,6 +23,7 @@ from april.config import Config, ConfigError
 from april.config.loading import make_paths_absolute
 from april.config.stored import store_refused, stored_checkpoints
 from april.launch.check import check_run
+from april.launch.conversation_checks import inspect_sft_sources
 from april.launch.findings import Findings
 from april.launch.memory import read_shape
 from april.launch.rehearsal import Rehearsal
@@ -50,6 +51,8 @@ def examine(
         book = check_run(config, devices, shape.parameters if shape else 0, found, has_learner)
         if book and (rows := inspect_rows(config, book, found, everything)):
             rehearsal.try_rows(rows, book.tokenizer, patience_s)
+        if book:
+            inspect_sft_sources(config, book.tokenizer, found, everything)
     return found
 
 

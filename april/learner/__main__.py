@@ -41,7 +41,7 @@ def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
     )
     options, overrides = parser.parse_known_args(arguments)
     add_import_folders()
-    config = configuration.load(options.config, overrides, inputs=["model"], own_parts=LEARNER_PARTS)
+    config = configuration.load(options.config, overrides, inputs=["model", "conversations"], own_parts=LEARNER_PARTS)
     add_import_folders(*config.run.parts)
     return configuration.with_run_keys(config, configuration.check_address(options.connect)), options.connect
 
@@ -54,6 +54,7 @@ def train(config: configuration.Config, address: str) -> None:
     import torch.distributed as dist
 
     from april.learner import loop, process_group
+    from april.learner.conversations import BatchConversations
     from april.learner.publication import DividedSending
     from april.learner.snapshot_writing import SnapshotWriting
     from april.learner.source import BrokerSource
@@ -79,9 +80,10 @@ def train(config: configuration.Config, address: str) -> None:
         address = address_at(address, config.broker.patience_s)
         if not TRANSPORTS.find(config.weights.transport).pulls:
             publisher = WeightPublisher(weights_towards(config, address), config.run.name, device.type, keys, address)
+        conversations = BatchConversations(config).samples if config.data.sft_sources else None
         source = BrokerSource(
             address, publisher.address if publisher else "", config.broker.patience_s, load_keys(keys, "learner"),
-            keeps_samples=partial(keeps_samples, config.samples),
+            keeps_samples=partial(keeps_samples, config.samples), conversations=conversations,
         )  # fmt: skip
     time_slice = TimeSlice(config, device, rank)
     time_slice.acquire()

@@ -30,7 +30,7 @@ class Algorithms:
         self.objectives = [Objective(each, ranks) for each in configs.values()]
         """The objective of `[algorithm]`, then those of sources that have their own."""
         numbers = {source: number for number, source in enumerate(configs)}
-        self.of_source = [numbers.get(source, 0) for source in range(max(1, len(config.data.sources)))]
+        self.of_source = [numbers.get(source, 0) for source in range(max(1, len(config.data.prompt_sources)))]
         """Number of the objective of each source."""
         used = [self.objectives[number] for number in sorted({*self.of_source})]
         self.passes = list(dict.fromkeys(scoring for each in used for scoring in each.passes))

@@ -136,6 +136,8 @@ class TrainingBatch:
     submitted."""
     untrained: list[ReceivedGroup] = field(default_factory=list)
     """Groups discarded or held out since the previous batch, stored for inspection; on rank 0 only."""
+    conversations: list[TrainSample] = field(default_factory=list)
+    """Rows of sources of kind sft, trained beside the groups."""
 
     @property
     def samples(self) -> list[TrainSample]:
@@ -192,6 +194,8 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     """Of each row, the token ids of the prompt with its hint, int32; empty if no row has any."""
     sources: list[int] = []
     """Of each row, the number of its source; empty if all are 0."""
+    conversations: bytes = b""
+    """The rows of conversations, encoded as a batch of one group; empty if there are none."""
 
 
 def encode(batch: TrainingBatch) -> bytes:
@@ -233,6 +237,7 @@ def encode(batch: TrainingBatch) -> bytes:
             },
             hinted=hinted if any(hinted) else [],
             sources=[sample.source for sample in samples] if any(sample.source for sample in samples) else [],
+            conversations=encode(TrainingBatch(batch.step, [batch.conversations])) if batch.conversations else b"",
         )
     )
 
@@ -289,7 +294,8 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
     for size in flat.group_sizes:
         groups.append(samples[first : first + size])
         first += size
-    return TrainingBatch(flat.step, groups, flat.origins)
+    conversations = decode(flat.conversations).samples if flat.conversations else []
+    return TrainingBatch(flat.step, groups, flat.origins, conversations=conversations)
 
 
 def share_batch(batch: TrainingBatch | None, group: dist.ProcessGroup | None = None) -> TrainingBatch | None:

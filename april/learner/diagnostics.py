@@ -23,13 +23,16 @@ weights."""
 class StepTotals:
     """Sums over the trained tokens of this rank in an optimizer step; over all ranks after `reduced`."""
 
-    def __init__(self, device: torch.device, sources: int = 1):
-        """`sources`: number of sources that the samples may be from."""
+    def __init__(self, device: torch.device, sources: int = 1, conversation_sources: int = 0):
+        """`sources`: number of sources that the samples may be from; `conversation_sources`: of all sources, if some
+        are of kind sft, otherwise 0."""
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(sources, AGES, len(SUMS), dtype=torch.float64, device=device)
         self.sequences = torch.zeros(3, dtype=torch.float64, device=device)
         """Float64 [3]: number of responses, sum of their ratios, sum of the squared ratios."""
+        self.conversations = torch.zeros(conversation_sources, 2, dtype=torch.float64, device=device)
+        """Float64 [sources, 2]: trained tokens of conversations, and the sum of their cross-entropies (nats)."""
 
     def add(
         self,
@@ -57,22 +60,32 @@ class StepTotals:
         ratios = ratios.double()
         self.sequences += torch.stack([torch.ones_like(ratios).sum(), ratios.sum(), ratios.square().sum()])
 
+    def add_conversations(self, loss: Tensor, sources: Tensor, logprobs: Tensor) -> None:
+        """Add a micro-batch of conversations: its `loss`, and the source (int64) and log-probability of each token
+        [K]."""
+        found = torch.stack([torch.ones_like(logprobs), -logprobs], dim=1).detach().double()
+        self.conversations.index_add_(0, sources, found)
+        self.loss += loss.detach().double()
+
     def reduced(self, ranks: Ranks) -> "StepTotals":
         """Sum the totals over `ranks`, in place; returns this object. Collective."""
-        packed = torch.cat([self.loss[None], self.sequences, self.sums.flatten()])
+        of_sums = self.sums.numel()
+        packed = torch.cat([self.loss[None], self.sequences, self.sums.flatten(), self.conversations.flatten()])
         packed, self.ratio_max = ranks.total_and_largest(packed, self.ratio_max)
-        self.loss, self.sequences, self.sums = packed[0], packed[1:4], packed[4:].view(self.sums.shape)
+        self.loss, self.sequences, self.sums = packed[0], packed[1:4], packed[4 : 4 + of_sums].view(self.sums.shape)
+        self.conversations = packed[4 + of_sums :].view(self.conversations.shape)
         return self
 
     @classmethod
     def combined(cls, steps: list["StepTotals"], epochs: int) -> "StepTotals":
         """Totals of a batch from its optimizer steps, which trained each token `epochs` times: mean loss of the steps,
         and token sums averaged over epochs."""
-        whole = cls(steps[0].sums.device, len(steps[0].sums))
+        whole = cls(steps[0].sums.device, len(steps[0].sums), len(steps[0].conversations))
         for step in steps:
             whole.loss += step.loss / len(steps)
             whole.sums += step.sums / epochs
             whole.sequences += step.sequences / epochs
+            whole.conversations += step.conversations / epochs
             whole.ratio_max = torch.maximum(whole.ratio_max, step.ratio_max)
         return whole
 
@@ -83,11 +96,11 @@ class StepTotals:
         tokens; `sequence_ess` that of the responses' ratios, as a share of the responses; `off_policy_share` the share
         of tokens older than the current weights. Means are absent if no token was trained, `reference_kl` also without
         a reference model, `teacher_kl` and `teacher_divergence` without a teacher. With several sources also of each,
-        as NAME_source_S.
+        as NAME_source_S. With conversations, `sft_tokens` trained and their mean cross-entropy `sft_loss` (nats).
         """
         by_age = self.sums.sum(0)
         tokens = by_age[:, 0].sum().item()
-        result = {"loss": self.loss.item(), "trained_tokens": tokens}
+        result = {"loss": self.loss.item(), "trained_tokens": tokens} | conversation_figures(self.conversations)
         if not tokens:
             return result
         whole = means(by_age.sum(0))
@@ -107,6 +120,18 @@ class StepTotals:
                 result[f"trained_tokens_age_{bucket}"] = row[0].item()
                 result |= {f"{name}_age_{bucket}": found[name] for name in (*BY_AGE, *EFFECTIVE)}
         return result
+
+
+def conversation_figures(conversations: Tensor) -> dict[str, float]:
+    """`sft_tokens` and `sft_loss`, and with conversations of several sources also of each, as NAME_source_S;
+    `conversations` as in `StepTotals`."""
+    rows = {f"_source_{source}": row for source, row in enumerate(conversations.tolist()) if row[0]}
+    rows = {"": conversations.sum(0).tolist()} | (rows if len(rows) > 1 else {}) if rows else {}
+    return {
+        name: value
+        for suffix, (tokens, total) in rows.items()
+        for name, value in ((f"sft_tokens{suffix}", tokens), (f"sft_loss{suffix}", total / tokens))
+    }
 
 
 def means(sums: Tensor) -> dict[str, float]:

@@ -55,14 +55,15 @@ class Policy(nn.Module):
         kept_head: Tensor | None = None,
     ) -> tuple[Tensor, ...] | HeadInputs:
         """(log-probability, entropy) of each target of `micro`, float32 [K] each, over its support if there is one, at
-        the policy's sampling temperature unless another is given; then the divergence from its teacher, if it has one.
+        the policy's sampling temperature unless `micro` or the caller gives another; then the divergence from its
+        teacher, if it has one.
         `inputs_alone`: only what the head would compute from, with a copy of its weight, or `kept_head`: the copy that
         an earlier such pass made of the same weights."""
         head = self.lm.get_output_embeddings()
         rows, weight = hidden_states(self.lm, micro).to(head.weight.dtype), head.weight
         if head.bias is not None:
             rows, weight = with_bias(rows, weight, head.bias)
-        temperature = temperature or self.temperature
+        temperature = temperature or micro.temperature or self.temperature
         divisor, cap = temperature / self.logits.scale, self.logits.cap and self.logits.cap / temperature
         if inputs_alone:
             kept = weight.clone() if kept_head is None else kept_head  # the head may be sharded again after the pass

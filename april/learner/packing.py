@@ -164,6 +164,8 @@ class MicroBatch:
     """Which targets have a hint in `hinted`, bool [K]; None without hints."""
     divergence: Callable[[HeadInputs], Tensor] | None = None
     """Divergence of the policy from a teacher at each target, float32 [K]; None without a teacher."""
+    temperature: float | None = None
+    """Temperature at which the policy scores the targets; None: its own."""
     exchange: Exchange | None = None
     """Set if these are one rank's tokens and targets of a row that several ranks share; the sequences are the row's."""
 

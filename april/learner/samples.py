@@ -102,7 +102,7 @@ class SampleWriter:
     def __init__(self, config: Config):
         self.section, self.seed, self.model = config.samples, config.seed, config.model.path
         self.folder = config.run_dir / "samples"
-        self.several_sources = len(config.data.sources) > 1
+        self.several_sources = len(config.data.prompt_sources) > 1
         self.tokenizer: Tokenizer | None = None
         self.works = importlib.util.find_spec("pyarrow") is not None
         self._writing: Future[None] | None = None

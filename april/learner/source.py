@@ -48,9 +48,12 @@ class BrokerSource:
         patience_s: float,
         keys: Keys | None = None,
         keeps_samples: Callable[[int], bool] | None = None,
+        conversations: Callable[[int], list[TrainSample]] | None = None,
     ):
-        """`keeps_samples` (step -> bool): whether samples of that step are stored for reading; None: no samples are."""
+        """`keeps_samples` (step -> bool): whether samples of that step are stored for reading; None: no samples are.
+        `conversations` (step -> rows): what is trained beside the samples of a step; None: nothing."""
         self.weights_address, self.keeps_samples = weights_address, keeps_samples
+        self.conversations = conversations
         self.leftover: list[ReceivedGroup] = []
         self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex, patience_s, keys)
         self.connection.hello(lease_ids=[])
@@ -87,6 +90,7 @@ class BrokerSource:
             [group for head, group in received if head.is_trained],
             [(head.prompt_number, head.extra) for head, _ in received if head.prompt_number >= 0],
             [(head, group) for head, group in received if not head.is_trained],
+            self.conversations(step) if self.conversations else [],
         )
 
     def _images(self, names: list[str]) -> dict[str, bytes]:

@@ -25,6 +25,7 @@ from april.learner.algorithms import Algorithms
 from april.learner.backends import BACKENDS
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.canary import CanaryScorer
+from april.learner.conversations import ConversationLoss, ConversationMicroBatch
 from april.learner.critic import Critic
 from april.learner.diagnostics import StepTotals
 from april.learner.losses.columns import bounded
@@ -41,6 +42,7 @@ from april.learner.optimizers import lr_share
 from april.learner.optimizers.base import PartOptimizer
 from april.learner.packing import MicroBatch, input_tokens, longest_input, pack, plan
 from april.learner.performance import PhaseSeconds, Seconds
+from april.learner.ready_batch import ReadyBatch
 from april.learner.store import CheckpointStore
 from april.learner.teacher import Teacher
 from april.learner.token_stats import EngineGaps, TokenStats, keeps_samples
@@ -49,29 +51,6 @@ from april.weights.base import AdapterWeights
 from april.weights.canary import Canary
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class ReadyBatch:
-    """A batch prepared for this rank: advantages, plan, and micro-batches on its device."""
-
-    prepared: Prepared
-    minibatches: list[list[TrainMicroBatch]]
-    """Micro-batches of each optimizer step of an epoch, the same number on every rank; empty if no sample has a
-    gradient."""
-    operations: float
-    """Floating-point operations of the step, summed over all ranks."""
-    prepare_s: float
-    """Wall time of `Trainer.prepare`, seconds."""
-
-    @property
-    def micros(self) -> list[TrainMicroBatch]:
-        return [micro for minibatch in self.minibatches for micro in minibatch]
-
-    def split_by_minibatch(self, micros: list[TrainMicroBatch]) -> list[list[TrainMicroBatch]]:
-        """Split `micros`, updated copies of this batch's micro-batches in order, by minibatch."""
-        rest = iter(micros)
-        return [[next(rest) for _ in minibatch] for minibatch in self.minibatches]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +96,7 @@ class Trainer:
         self.backend = entry.build(config, device)
         self.policy, self.part, self.ranks = self.backend.policy, self.backend.part, self.backend.ranks
         self.algorithms = Algorithms(config, self.ranks)
+        self.conversations = ConversationLoss(config, self.ranks, device)
         self.peak_tflops = section.peak_tflops or performance.peak_tflops(device)
         self.scorers: dict[str, Scorer] = {"policy": partial(self.backend.scores, self.policy)}
         """Models of the scoring passes, by `ScoringPass.model`."""
@@ -146,7 +126,7 @@ class Trainer:
     def optimizer_steps(self) -> int:
         return self.part.steps
 
-    def prepare(self, batch: TrainingBatch) -> "ReadyBatch":
+    def prepare(self, batch: TrainingBatch) -> ReadyBatch:
         """Compute advantages, plan and this rank's micro-batches, on its device. Not collective; may run in a thread
         while `step` runs."""
         began = time.perf_counter()
@@ -157,14 +137,21 @@ class Trainer:
         for i, number in enumerate(prepared.minibatches):
             members[number].append(i)
         minibatches = [self.build_micros(prepared, each, costs) for each in members]
-        return ReadyBatch(prepared, minibatches, sum(costs), time.perf_counter() - began)
+        passes = self.passes_with_gradient * self.config.learner.epochs
+        rows = [passes * self.backend.cost.of(input_tokens(row), row.sampled_tokens) for row in batch.conversations]
+        conversations = self.conversations.micros(batch.conversations, len(minibatches), rows)
+        return ReadyBatch(prepared, minibatches, conversations, sum(costs) + sum(rows), time.perf_counter() - began)
+
+    @property
+    def passes_with_gradient(self) -> int:
+        """Number of forward passes that take as much work as a forward and a backward pass."""
+        return performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
 
     def operations(self, sample: TrainSample, objective: Objective) -> float:
         """Floating-point operations of a batch for one of its samples: all passes of all models."""
         length, epochs = input_tokens(sample), self.config.learner.epochs
         scored = sum(scoring.model != "critic" for scoring in objective.passes)
-        each = performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
-        passes = each * (epochs + objective.needs_norms) + scored
+        passes = self.passes_with_gradient * (epochs + objective.needs_norms) + scored
         found = passes * self.backend.cost.of(length, sample.sampled_tokens)
         if sample.images and self.backend.images:
             if self.config.learner.freeze_vision:  # no backward pass
@@ -176,7 +163,7 @@ class Trainer:
             found += (1 + performance.PASSES * epochs) * self.backend.cost.of(length, 0)
         return found
 
-    def step(self, batch: TrainingBatch, ready: "ReadyBatch | None" = None) -> dict[str, float]:
+    def step(self, batch: TrainingBatch, ready: ReadyBatch | None = None) -> dict[str, float]:
         """Train on `batch`, prepared as `ready`, and return metrics, which are equal on all ranks except for speeds.
 
         Samples without a gradient are not computed, but their tokens count in the normalisation of the loss. Token
@@ -212,12 +199,15 @@ class Trainer:
                 micros = self.with_contexts(objective, micros, observe)
         results, minibatches = [], ready.split_by_minibatch(micros)
         for _ in range(self.config.learner.epochs):
-            results += [self.optimize(minibatch, observe, seconds) for minibatch in minibatches]
+            pairs = zip(minibatches, ready.conversations, strict=True)
+            results += [self.optimize(minibatch, beside, observe, seconds) for minibatch, beside in pairs]
         with seconds("metrics_s"):
             metrics = StepTotals.combined([result.totals for result in results], self.config.learner.epochs).metrics()
             metrics |= gaps.reduced(self.ranks)
             if token_stats:
                 token_stats.reduce(self.ranks)
+        if batch.conversations and not self.trains_critic_alone:
+            metrics["sft_rows"] = float(len(batch.conversations))
         self.step_count += 1
         metrics |= critic_metrics | {
             name: fmean(result.critic_metrics[name] for result in results) for name in results[0].critic_metrics
@@ -239,25 +229,36 @@ class Trainer:
             **seconds.spent,
         }
 
-    def optimize(self, micros: list[TrainMicroBatch], observe: TokenObserver, seconds: Seconds) -> StepResult:
-        """Do one optimizer step of policy and critic on `micros`. Collective."""
+    def optimize(
+        self,
+        micros: list[TrainMicroBatch],
+        conversations: list[ConversationMicroBatch],
+        observe: TokenObserver,
+        seconds: Seconds,
+    ) -> StepResult:
+        """Do one optimizer step of policy and critic on `micros`, and of the policy on `conversations`. Collective."""
         for part in self.parts:
             part.optimizer.zero_grad()
-        totals = StepTotals(self.device, len(self.algorithms.of_source))
+        sources = self.config.data.sources if self.config.data.sft_sources else []
+        totals = StepTotals(self.device, len(self.algorithms.of_source), len(sources))
         critic_alone = self.trains_critic_alone
+        conversations = [] if critic_alone else conversations
 
         def loss(index: int, *columns: Tensor) -> Tensor:
-            return self.micro_loss(micros[index], columns, totals, observe)
+            if index < len(micros):
+                return self.micro_loss(micros[index], columns, totals, observe)
+            return self.conversations.loss(conversations[index - len(micros)], columns[0], totals)
 
         MAIN.at("forward and backward")
-        packed = [micro.packed for micro in micros]
+        packed = [*(micro.packed for micro in micros), *(micro.packed for micro in conversations)]
         if critic_alone:
             with seconds("forward_s"):
                 for index, scores in enumerate(self.backend.scores(self.policy, packed)):
                     loss(index, *scores)
             self.backend.free_gathered()
         else:
-            compared = ((micro.packed, micro.objective.divergence) for micro in micros)
+            divergences = [*(micro.objective.divergence for micro in micros), *(None for _ in conversations)]
+            compared = zip(packed, divergences, strict=True)
             self.backend.backward(self.teacher.shown(compared, seconds) if self.teacher else packed, loss, seconds)
         if self.critic:
             with seconds("critic_s"):
@@ -269,10 +270,10 @@ class Trainer:
             metrics = totals.reduced(self.ranks).metrics()
         with seconds("optimizer_s"):
             lr = self.next_lr() * self.algorithms.objectives[0].step_scale(metrics)
-            grad_norm = self.backend.clip(self.config.learner.grad_clip) if micros and not critic_alone else 0.0
+            grad_norm = self.backend.clip(self.config.learner.grad_clip) if packed and not critic_alone else 0.0
             critic_metrics = self.critic.finish_step() if self.critic else {}
             finite = all(map(math.isfinite, (grad_norm, metrics["loss"], *critic_metrics.values())))
-            changes = bool(micros) and finite
+            changes = bool(packed) and finite
             if changes and not critic_alone:
                 self.update(lr)
             if changes and self.critic:

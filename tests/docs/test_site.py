@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from april.config import Config, SourceSection, known_keys
-from april.config.data import EvaluationSetSection
+from april.config.evaluation import EvaluationSetSection
 from april.config.loading import FLAGS
 from april.config.rewards import RewardPartSection
 from april.config.workers import TeacherSection

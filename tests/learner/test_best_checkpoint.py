@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from april.config.data import EvaluationSection
+from april.config.evaluation import EvaluationSection
 from april.learner import checkpoint, loop
 from april.learner.trainer import Trainer
 from tests.support.learner.small_learner import Judge, best_step, make_config

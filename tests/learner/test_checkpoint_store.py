@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from april import cli
 from april.config import ConfigError
-from april.config.data import EvaluationSection
+from april.config.evaluation import EvaluationSection
 from april.config.stored import CHECKSUMS_FILE, StoredCheckpoints, digest_of, folder_of, stored_checkpoints
 from april.learner import checkpoint, loop
 from april.learner.checkpoint_copies import NeighbourDiskCopies, ObjectStoreCopies

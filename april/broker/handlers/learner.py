@@ -20,7 +20,7 @@ from april.broker.payloads import pack
 from april.broker.peers import SESSION_BITS, Peer, Peers
 from april.broker.telemetry.logged_groups import LoggedGroup
 from april.broker.telemetry.sample_history import SampleHistory
-from april.config.data import HELD_OUT
+from april.config.evaluation import HELD_OUT
 from april.data.groups import chosen_groups
 from april.data.rows import BadRow
 from april.wire import limits

@@ -5,7 +5,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from april.broker.ledger.samples import Group, GroupState, Sample, SampleState
-from april.config.data import HELD_OUT
+from april.config.evaluation import HELD_OUT
 from april.config.stored import held_out_score
 from april.wire.message import Version
 

@@ -47,6 +47,11 @@ class StepSums(msgspec.Struct):
     """Steps in which no token had a gradient."""
     tokens_by_age: dict[int, int] = {}
     """Trained tokens by staleness in steps."""
+    sft_rows: int = 0
+    """Conversations that were trained beside samples; like `sft_tokens`, without those of steps that were not
+    finite."""
+    sft_tokens: int = 0
+    """Trained tokens of these conversations."""
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the record of a step."""
@@ -57,6 +62,9 @@ class StepSums(msgspec.Struct):
         if (share := (record.get("gradient") or {}).get("tokens")) is not None:
             self.gradient_tokens += round(share * record["tokens"])
             self.empty_steps += share == 0
+        if not record["learner"].get("nonfinite"):
+            self.sft_rows += round(record["learner"].get("sft_rows") or 0)
+            self.sft_tokens += round(record["learner"].get("sft_tokens") or 0)
         for age, tokens in record["staleness"]["tokens_by_age"].items():
             self.tokens_by_age[int(age)] = self.tokens_by_age.get(int(age), 0) + tokens
 

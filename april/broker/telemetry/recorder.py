@@ -26,7 +26,7 @@ from april.broker.telemetry.evaluation import describe_set, versions_of
 from april.broker.telemetry.lengths import LengthDrift, describe_lengths, drift_of, length_histogram, summarise_cohorts
 from april.broker.telemetry.metrics_file import MetricsFile, StepSums, earlier_counts, without_lanes
 from april.broker.telemetry.sinks import Sinks
-from april.config.data import EvaluationSet
+from april.config.evaluation import EvaluationSet
 from april.util import clock
 from april.util.files import replace_file
 from april.wire import limits
@@ -360,6 +360,9 @@ class Recorder:
             "tokens": self.account(ledger),
             "gradient": {"tokens": self.sums.gradient_tokens, "empty_steps": self.sums.empty_steps}
             if "tokens" in self.newest.get("gradient", {})
+            else None,
+            "conversations": {"rows": self.sums.sft_rows, "tokens": self.sums.sft_tokens}
+            if self.sums.sft_rows
             else None,
             "ledger_closed": ledger.account.closed,
             "rollout_tokens_per_s": per_second(

@@ -5,30 +5,23 @@ alone and a resumed run trains the batches of an unbroken one. A row that cannot
 counted.
 """
 
-import logging
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import orjson
 
 from april.broker.header import model_fingerprints
 from april.config import Config, ConfigError
-from april.data.conversations import Conversation, ConversationEncoder, load_conversations
+from april.data.conversation_rows import ConversationRows
+from april.data.conversations import load_conversations
+from april.data.dataset import Dataset
 from april.data.rows import BadRow
-from april.data.tokenizer import Tokenizer
 from april.launch.sft.record import SftRecord
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
+from april.learner.conversations import as_sample
 from april.util.errors import refuse
 from april.util.files import replace_file
-from april.wire.message import Version
 from april.wire.training import Discard
 
-log = logging.getLogger(__name__)
-
-ROWS_CACHED = 16_384
-"""Number of rows whose tokens are kept in memory for the next epoch."""
 ORDER_FILE = "order.json"
 """File of the run folder with what determines the rows of each batch, their tokens and their loss."""
 ROWS_TO_TRAIN = "rows"
@@ -45,28 +38,25 @@ class ConversationBook:
         data, self.config = config.data, config
         if not data.train_sources:
             refuse("data.source", data.source, "brings no rows to train on", "give them in data.path")
-        self.rows = load_conversations(data.train_sources, data, config.sft)
+        self.training = ConversationRows(data.train_sources, config)
+        self.encoder, self.max_tokens = self.training.encoder, self.training.max_tokens
         self.held_out = {
             each.name: load_conversations([each.source], data, config.sft, each.prompts)
             for each in config.evaluation_sets
         }
-        self.max_tokens = min(config.sft.max_tokens, config.context_tokens or config.sft.max_tokens)
-        self.encoder = ConversationEncoder(Tokenizer(config.model.path), data, config.sft)
         self.held_out_too_long: dict[str, int] = {}
         """Number of the held-out rows that were left out as too long, by the name of their set."""
-        self.too_long, self.unusable = set[int](), set[int]()
-        """Numbers of the training rows that were left out so far, as too long or for another reason."""
-        self._usable = lru_cache(ROWS_CACHED)(self._encode)
 
     @property
-    def rows_per_epoch(self) -> int:
-        return len(self.rows.order(self.config.seed, 0))
+    def rows(self) -> Dataset:
+        """The training rows."""
+        return self.training.rows
 
     @property
     def positions(self) -> int | None:
         """Number of rows in all epochs; None if there is no end of them."""
         epochs = self.config.data.epochs
-        return None if epochs is None else epochs * self.rows_per_epoch
+        return None if epochs is None else epochs * self.training.per_epoch
 
     @property
     def steps(self) -> int:
@@ -79,15 +69,9 @@ class ConversationBook:
 
     def batch(self, step: int) -> TrainingBatch:
         """The batch that turns weights `step` into weights `step + 1`; each row is a group."""
-        size = self.config.sft.batch_size
-        positions = range(step * size, min((step + 1) * size, self.positions or (step + 1) * size))
-        orders = [divmod(position, self.rows_per_epoch) for position in positions]
-        numbers = [int(self.rows.order(self.config.seed, epoch)[position]) for epoch, position in orders]
-        found = [(number, self._usable(number)) for number in numbers]
-        source_of = self.rows.source_of
-        return TrainingBatch(
-            step, [[as_sample(row, number, step, source_of(number))] for number, row in found if row is not None]
-        )
+        size, source_of = self.config.sft.batch_size, self.rows.source_of
+        found = self.training.at(range(step * size, min((step + 1) * size, self.positions or (step + 1) * size)))
+        return TrainingBatch(step, [[as_sample(row, number, step, source_of(number))] for number, row in found])
 
     def held_out_batch(self) -> TrainingBatch:
         """The held-out rows, those of each set as one group; rows that are too long are left out and counted. Raises
@@ -112,38 +96,10 @@ class ConversationBook:
     def counts(self) -> dict[str, int]:
         """Number of training rows, and of rows left out so far as bad, or as too long; and of held-out rows that were
         left out as too long."""
-        bad_rows = self.rows.bad_rows + len(self.unusable)
+        bad_rows = self.rows.bad_rows + len(self.training.unusable)
         held_out = sum(self.held_out_too_long.values())
-        too_long = {"too_long": len(self.too_long), "held_out_too_long": held_out}
+        too_long = {"too_long": len(self.training.too_long), "held_out_too_long": held_out}
         return {"rows": len(self.rows), "bad_rows": bad_rows, **too_long}
-
-    def _encode(self, number: int) -> Conversation | None:
-        """The tokens of a training row; None if it is left out."""
-        try:
-            row = self.encoder.encode(self.rows[number])
-        except BadRow as error:
-            log.warning("row %d is left out: %s", number + 1, error)
-            self.unusable.add(number)
-            return None
-        if len(row.tokens) <= self.max_tokens:
-            return row
-        self.too_long.add(number)
-        if len(self.too_long).bit_count() == 1:
-            log.warning("row %d is left out: %d tokens are more than %d", number + 1, len(row.tokens), self.max_tokens)
-        return None
-
-
-def as_sample(row: Conversation, number: int, step: int, source: int = 0) -> TrainSample:
-    """A row as a sample whose trained tokens count as sampled by weights `step`, with the reward 1. What follows the
-    last of them predicts nothing, and is left out."""
-    trained = np.flatnonzero(row.is_trained)
-    first, end = int(trained[0]), int(trained[-1]) + 1
-    edges = np.flatnonzero(np.diff(row.is_trained[first:end].astype(np.int8), prepend=0, append=0)).tolist()
-    segments = tuple((start, stop, Version(0, step)) for start, stop in list(pairwise(edges))[::2])
-    logprobs = np.zeros(end - first, np.float32)
-    return TrainSample(
-        row.tokens[:end], first, logprobs, 1.0, segments, group=number, index=0, finish_reason="stop", source=source
-    )
 
 
 class ConversationSource:

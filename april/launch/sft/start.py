@@ -2,7 +2,6 @@
 
 import math
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from april.broker.telemetry.recorder import read_summary
 from april.config import Config
 from april.config.checks import check_model
 from april.config.stored import is_step
-from april.data.rows import BadRow
 from april.launch import TARGETS
 from april.launch.check import (
     Findings,
@@ -30,9 +28,9 @@ from april.launch.check import (
     is_plain,
     try_apart,
 )
+from april.launch.conversation_checks import inspect_conversations
 from april.launch.dry_run import count_of, describe_model, describe_training
 from april.launch.memory import adapter_parameters, read_shape
-from april.launch.row_checks import length_range, located
 from april.launch.sft.source import STOP_FILE, ConversationBook, checked_order
 from april.launch.supervisor import Part, RunFailed
 from april.util.errors import refuse
@@ -74,11 +72,11 @@ def examine_sft(config: Config, devices: Sequence[str], everything: bool, resume
     if book and resumes:
         run_check(checked_order, config, book, max(checkpoints_of(config.run_dir), default=0))
     if book:
-        inspect_conversations(config, book, found, math.inf if everything else FIRST_ROWS_S)
+        inspect_book(config, book, found, math.inf if everything else FIRST_ROWS_S)
     return found
 
 
-def inspect_conversations(config: Config, book: ConversationBook, found: Findings, patience_s: float) -> None:
+def inspect_book(config: Config, book: ConversationBook, found: Findings, patience_s: float) -> None:
     """Make tokens of held-out rows and of training rows, for `patience_s` seconds; records facts about them, those that
     are left out, and an error for the first that cannot be trained."""
     found.run_check(book.held_out_batch)
@@ -88,55 +86,15 @@ def inspect_conversations(config: Config, book: ConversationBook, found: Finding
                 f"{left_out} of {len(book.held_out[name])} held-out rows of {name} are left out: they have more than "
                 f"{book.max_tokens} tokens; raise sft.max_tokens if the model's context has room"
             )
-    deadline, lengths, trained = time.monotonic() + patience_s, list[int](), 0
-    too_long, refused, endless = list[str](), list[str](), list[str]()
-    ends_turn = book.encoder.tokenizer.eos_token_ids
-    for where, _, row in located(book.rows, config.data.train_sources, range(len(book.rows))):
-        if time.monotonic() > deadline:
-            break
-        try:
-            conversation = book.encoder.encode(row)
-        except BadRow as error:
-            refused.append(f"{where}: {error}")
-            continue
-        lengths.append(len(conversation.tokens))
-        trained += int(conversation.is_trained.sum())
-        if int(conversation.tokens[conversation.is_trained][-1]) not in ends_turn:
-            endless.append(where)
-        if lengths[-1] > book.max_tokens:
-            too_long.append(where)
-    looked_at = len(lengths) + len(refused)
-    if refused and (config.data.bad_rows == "stop" or len(refused) == looked_at):
-        found.errors.append(
-            f"{refused[0]} ({len(refused)} of {looked_at} rows cannot be trained; mend them, or leave them out with "
-            "data.bad_rows = 'skip')"
-        )
-    elif refused:
-        found.warnings.append(f"{len(refused)} of {looked_at} rows are left out; the first is {refused[0]}")
-    if too_long:
-        found.warnings.append(
-            f"{len(too_long)} of {looked_at} rows are left out, the first {too_long[0]}: they have more than "
-            f"{book.max_tokens} tokens; raise sft.max_tokens if the model's context has room"
-        )
-    if endless and config.sft.train_on == "assistant":
-        found.warnings.append(
-            f"the chat template prints no end token behind the last answer of {len(endless)} of {looked_at} rows, the "
-            f"first {endless[0]}: the policy does not learn to stop there; print the model's in the template"
-        )
-    if lengths and len(too_long) == len(lengths):
-        source = config.data.train_sources[0].named()
-        found.errors.append(f"no row of {source} has at most {book.max_tokens} tokens; raise sft.max_tokens")
-    if lengths:
+    facts = inspect_conversations(config, book.training, config.data.train_sources, found, patience_s)
+    if facts:
         held_out = sum(map(len, book.held_out.values()))
         also = f" and {held_out:,} held out" if held_out else ""
-        found.facts["rows"] = (
-            f"{len(book.rows):,} rows{also}; {length_range(lengths)} in the {looked_at:,} looked at, of which "
-            f"{trained / sum(lengths):.0%} are trained; {book.max_tokens:,} at most"
-        )
+        found.facts["rows"] = f"{len(book.rows):,} rows{also}; {facts}"
     if not book.steps:
         refused_batch = f"{book.positions} rows in all epochs make no batch of sft.batch_size = {config.sft.batch_size}"
         found.errors.append(f"{refused_batch}; lower it, or set schedule.last_batch = 'train'")
-    found.facts["steps"] = f"{book.steps:,} of {config.sft.batch_size} rows, {book.rows_per_epoch:,} rows an epoch"
+    found.facts["steps"] = f"{book.steps:,} of {config.sft.batch_size} rows, {book.training.per_epoch:,} rows an epoch"
 
 
 def describe_sft(config: Config) -> str:

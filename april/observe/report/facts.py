@@ -98,6 +98,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         ("paced, not measured", paced(run)),
         ("rollout speed", rate(rollout_tokens_per_s(run))),
         ("gradient", gradient(run)),
+        ("conversations", conversations(run)),
         ("learner and engine apart", engine_gaps(run)),
         ("alarms", alarms(run)),
         ("failed for good", failed(run)),
@@ -208,6 +209,16 @@ def gradient(run: RunFolder) -> str:
     return f"borne by {sum(shares) / len(shares):.0%} of trained tokens" + (
         f", by none in {counted(empty, 'step')}" if empty else ""
     )
+
+
+def conversations(run: RunFolder) -> str:
+    """Text: conversations trained beside samples, their tokens, and their loss in the first step and the last three;
+    empty without any."""
+    rows, tokens = (dig(run.summary, "conversations", name) for name in ("rows", "tokens"))
+    losses = [loss for step in run.steps if (loss := dig(step, "learner", "sft_loss")) is not None]
+    if not rows or not losses:
+        return ""
+    return f"{count(rows)}, {count(tokens)} tokens, loss {first_to_last(losses[0], fmean(losses[-3:]))}"
 
 
 def engine_gaps(run: RunFolder) -> str:

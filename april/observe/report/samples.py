@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from april.config import ConfigError
-from april.config.data import HELD_OUT
+from april.config.evaluation import HELD_OUT
 from april.observe.report.facts import number
 from april.util.errors import refuse
 

@@ -364,6 +364,9 @@ def check_needs_no_critic(config: Config) -> None:
         if source.algorithm:
             why = "is for April's learner, and a trainer of yours has its own algorithm"
             refuse(f"data.sources.{number}.algorithm", source.algorithm, why, "leave it out")
+    if conversations := config.data.sft_sources:
+        why = "is trained by April's learner, and a trainer of yours trains conversations itself"
+        refuse(f"data.sources.{min(conversations)}.kind", "sft", why, "leave the source out")
     if divergence := config.algorithm.divergence:
         why = "is from a teacher that April's learner holds, and a trainer of yours has its own, if any"
         refuse("algorithm.divergence", divergence, why, "leave it out")

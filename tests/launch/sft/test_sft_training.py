@@ -18,7 +18,7 @@ from april.launch.check import Findings
 from april.launch.sft.held_out import HeldOutLoss
 from april.launch.sft.record import SftRecord
 from april.launch.sft.source import STOP_FILE, ConversationBook, ConversationSource
-from april.launch.sft.start import describe_line, inspect_conversations
+from april.launch.sft.start import describe_line, inspect_book
 from april.learner import loop
 from april.learner.policy.warm_start import build_model
 from april.learner.trainer import Trainer
@@ -193,7 +193,7 @@ def test_rows_that_are_too_long_are_left_out_of_their_batches_and_counted(config
 def test_held_out_rows_that_are_too_long_are_counted_and_warned_of(configured):
     config, found = configured("--sft.max_tokens", "90"), Findings()
     book = ConversationBook(config)
-    inspect_conversations(config, book, found, math.inf)
+    inspect_book(config, book, found, math.inf)
     left_out = 6 - len(book.held_out_batch().groups[0])
     assert 0 < left_out < 6 and book.counts()["held_out_too_long"] == left_out
     (warning,) = (line for line in found.warnings if "held-out" in line)

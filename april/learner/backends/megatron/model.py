@@ -263,7 +263,7 @@ class MegatronPolicy(nn.Module):
         shared = self.computing.share_embeddings_and_output_weights
         head = (self.computing.embedding.word_embeddings if shared else self.computing.output_layer).weight
         own = head[: self.own_rows]
-        temperature = temperature or self.temperature
+        temperature = temperature or micro.temperature or self.temperature
         return score_tokens(rows, own, self.first_row, micro.targets, temperature, self.group, self.logit_dtype)
 
 

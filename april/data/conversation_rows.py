@@ -1,0 +1,59 @@
+"""The rows of supervised training by number, as tokens, and the rows at each position of the seeded order of all
+epochs."""
+
+import logging
+from collections.abc import Iterable
+from functools import lru_cache
+
+from april.config import Config, SourceSection
+from april.data.conversations import Conversation, ConversationEncoder, load_conversations
+from april.data.rows import BadRow
+from april.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+ROWS_CACHED = 16_384
+"""Number of rows whose tokens are kept in memory for the next epoch."""
+
+
+class ConversationRows:
+    """The rows of sources of conversations.
+
+    rows = ConversationRows(config.data.train_sources, config)
+    for number, conversation in rows.at(range(0, 32)):       # those that can be trained
+        conversation.tokens
+    """
+
+    def __init__(self, sources: list[SourceSection], config: Config, tokenizer: Tokenizer | None = None):
+        """Read all rows. Raises ConfigError."""
+        self.rows, self.seed = load_conversations(sources, config.data, config.sft), config.seed
+        self.max_tokens = min(config.sft.max_tokens, config.context_tokens or config.sft.max_tokens)
+        self.encoder = ConversationEncoder(tokenizer or Tokenizer(config.model.path), config.data, config.sft)
+        self.too_long, self.unusable = set[int](), set[int]()
+        """Numbers of the rows that were left out so far, as too long or for another reason."""
+        self._usable = lru_cache(ROWS_CACHED)(self._encode)
+
+    @property
+    def per_epoch(self) -> int:
+        return len(self.rows.order(self.seed, 0))
+
+    def at(self, positions: Iterable[int]) -> list[tuple[int, Conversation]]:
+        """(number, tokens) of the rows at positions of the order of all epochs; a row that cannot be trained is left
+        out and counted."""
+        orders = [divmod(position, self.per_epoch) for position in positions]
+        numbers = [int(self.rows.order(self.seed, epoch)[position]) for epoch, position in orders]
+        return [(number, row) for number in numbers if (row := self._usable(number)) is not None]
+
+    def _encode(self, number: int) -> Conversation | None:
+        try:
+            row = self.encoder.encode(self.rows[number])
+        except BadRow as error:
+            log.warning("row %d is left out: %s", number + 1, error)
+            self.unusable.add(number)
+            return None
+        if len(row.tokens) <= self.max_tokens:
+            return row
+        self.too_long.add(number)
+        if len(self.too_long).bit_count() == 1:
+            log.warning("row %d is left out: %d tokens are more than %d", number + 1, len(row.tokens), self.max_tokens)
+        return None

@@ -1,0 +1,69 @@
+"""A run that trains conversations beside samples: the same ones again after a kill, and an account of their own."""
+
+import orjson
+import pytest
+
+from april.config import ConfigError, load
+from april.observe.report.run_folder import read_records
+from tests.support.run_processes import assert_closed, steps_recorded, wait_until
+
+ROWS = 5
+"""Conversations, of which each batch has three."""
+
+
+def toml(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(inner)}" for key, inner in value.items()) + "}"
+    return f"[{', '.join(map(toml, value))}]" if isinstance(value, list) else orjson.dumps(value).decode()
+
+
+@pytest.fixture
+def sources(data_folder, tmp_path):
+    """Overrides with the training prompts as one source, and conversations as another."""
+    path = tmp_path / "said.jsonl"
+    rows = [{"prompt": f"{row:02d}*3+60=", "completion": f"#{row % 2}"} for row in range(ROWS)]
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    prompts = {"path": f"{data_folder}/train.jsonl"}
+
+    def made(*order, **keys):
+        said = {"path": str(path), "kind": "sft", "sft_rows": 3, "sft_weight": 0.5} | keys
+        tables = [{"prompts": prompts, "said": said}[name] for name in order or ("prompts", "said")]
+        return ["--data.path", "none", "--data.sources", toml(tables)]
+
+    made.path = path
+    return made
+
+
+@pytest.mark.full
+def test_a_killed_learner_trains_the_same_conversations_again_and_each_batch_counts_once(
+    start_run, run_dir, sources, gate
+):
+    job = start_run(*sources(), "--schedule.max_steps", "5", "--learner.checkpoint_every", "3", *gate.hold(2))
+    wait_until(lambda: steps_recorded(run_dir) >= 2, job)
+    job.kill("april.learner.launch")
+    gate.open()
+    assert job.wait() == 0, job.output
+    found = assert_closed(run_dir)
+    records = list(read_records(run_dir / "metrics.jsonl"))
+    learner = [record["learner"] for record in records if "learner" in record]
+    assert [each["sft_rows"] for each in learner] == [3] * 5
+    assert found["conversations"] == {"rows": 15, "tokens": sum(each["sft_tokens"] for each in learner)}
+    assert found["replays"]["different"] == 0 and found["replays"]["same"] > 0
+    assert learner[-1]["sft_loss"] < learner[0]["sft_loss"]
+    sources.path.write_bytes(sources.path.read_bytes().replace(b"#1", b"#0"))
+    job = start_run(*sources(), "--resume", "--schedule.max_steps", "6")
+    assert job.wait() != 0 and "data.sources.1.path" in job.output and "restore it" in job.output
+
+
+def test_what_does_not_fit_is_refused_by_its_key(config_file, sources, tmp_path):
+    load(config_file, sources())
+    for overrides, key in (
+        (sources("said", "prompts"), "data.sources.0.kind"),
+        (sources("said"), "data.sources"),
+        (sources(reward="math"), "data.sources.1.reward"),
+        (sources(algorithm={"kl_coef": 0.1}), "data.sources.1.algorithm"),
+        (sources(path=str(tmp_path / "missing.jsonl")), "data.sources.1.path"),
+        ([*sources(), "--data.source", "submitted"], "data.source"),
+    ):
+        with pytest.raises(ConfigError, match=f"key '{key}' = "):
+            load(config_file, overrides)
