@@ -1,3 +1,3 @@
-"""Which April this is."""
+"""The version of April."""
 
 VERSION = "0.2.0"

@@ -196,7 +196,7 @@ class ConversationTree:
 
     @property
     def named_images(self) -> set[str]:
-        """Names of the images that the session's turns name, so that the broker keeps them with the session."""
+        """Names of the images in all turns of the session; the broker keeps them as long as the session."""
         return {name for turn in self.turns for name in turn.request.images}
 
     def superseded_forks(self) -> list[tuple[int, int]]:

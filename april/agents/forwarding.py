@@ -34,7 +34,7 @@ CONNECT_S = 10.0
 RETRY_S = 1.0
 """Pause before the broker is asked again and an unreachable holder is tried again."""
 UNREACHABLE_TIMEOUT_S = 60.0
-"""How long a holder may be unreachable before the request is refused."""
+"""Time for which a holder may be unreachable before the request is refused (seconds)."""
 RECHECK_S = 15.0
 """Interval at which the broker is asked whether the session of an open call still has a holder."""
 MAX_PENDING_QUESTIONS = 1024

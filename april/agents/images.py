@@ -33,7 +33,7 @@ async def kept_by_nobody(name: str, png: bytes) -> str:
 
 
 class RequestImages:
-    """The images of the requests to one agents process.
+    """Images in the requests of one agents process.
 
     sources = await images.take(body)                   # the body's images become canonical parts
     await images.show(session, messages, sources)       # `session.images` has those of the messages

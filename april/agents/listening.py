@@ -50,7 +50,7 @@ class AttachKey:
         return not self._secret or self.is_shown(shown)
 
     def is_shown(self, shown: str) -> bool:
-        """Whether there is a key, and it is `shown`."""
+        """Whether a key is set and equals `shown`."""
         return self._secret != "" and hmac.compare_digest(self._secret.encode(), shown.encode(errors="replace"))
 
 

@@ -27,7 +27,7 @@ HEARTBEAT_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
 """Longest start of a host process, which imports the program."""
 CHANNEL_CLOSED = (asyncio.IncompleteReadError, ConnectionError)
-"""What reading from a host process raises once it has ended."""
+"""Exceptions that reading from a host process raises once the process has ended."""
 
 
 class ProgramObserver(Protocol):

@@ -75,7 +75,7 @@ class ImageStore:
             self._kept.add(name)
 
     def read(self, name: str) -> bytes:
-        """The file of an image. Raises DamagedImage for one that is not there as it was, which `keep` then writes anew,
+        """The file of an image. Raises DamagedImage if the file is missing or altered, which `keep` then writes anew,
         and OSError if the system refuses to read it."""
         with contextlib.suppress(FileNotFoundError):
             png = self._path(name).read_bytes()

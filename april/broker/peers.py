@@ -244,7 +244,7 @@ class Peers:
         return "security.max_key_sessions" if is_full else ""
 
     def close_earlier(self, peer: Peer) -> None:
-        """Close older sessions of a monitor or node process that has said hello again."""
+        """Close older sessions of a monitor or node process that has opened a new one."""
         for other in list(self.by_id.values()):
             if other is not peer and other.role == peer.role and other.uid == peer.uid:
                 self.close(other)

@@ -1,5 +1,5 @@
-"""What advantages are made of (values of a critic, gradient norms, parts of a reward), and keys that do not fit with
-that."""
+"""Inputs of advantage estimators (values of a critic, gradient norms, parts of a reward), and checks of the keys that
+have to fit them."""
 
 from april.config.rewards import check_apart
 from april.config.section import own_parameters

@@ -161,10 +161,10 @@ class WeightsSection(Section):
     )
     delta: Literal["off", "auto"] = Field(
         "off",
-        description="Form of new weights: off sends or writes all of them each time, auto what has changed since the "
-        "version before, to workers that have it, or since the last snapshot of transport = 'pull'. Learner and "
-        "workers then keep one more copy of the weights. It saves much where weights are published in 16 bits, and "
-        "little in float32. Adapters, and what inference servers receive themselves, are sent whole.",
+        description="Form in which new weights travel: off: whole each time; auto: only what has changed, since the "
+        "version before for workers that have it, or since the last snapshot of transport = 'pull'. With auto, "
+        "learner and workers keep one more copy of the weights. It saves much if weights are published in 16 bits, "
+        "and little in float32. Adapters, and what inference servers receive themselves, are sent whole.",
     )
     whole_every: int = Field(
         8,

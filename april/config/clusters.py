@@ -7,7 +7,7 @@ from april.config.section import Section
 
 
 class LaunchSection(Section):
-    """What `april launch` asks a cluster's scheduler for."""
+    """Resources that `april launch` requests from a cluster's scheduler."""
 
     on: str = Field(
         "local",
@@ -45,7 +45,7 @@ class LaunchSection(Section):
     )
     time: str = Field(
         "",
-        description="For slurm: time limit of a job, in the format of its --time; at the limit the run stops in "
+        description="For slurm: time limit of a job, in the format of sbatch --time; at the limit the run stops in "
         "order and goes on in a further job. Empty: no limit.",
     )
     image: str = Field("", description="For kubernetes: container image that has April installed.")

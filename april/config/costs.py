@@ -20,7 +20,7 @@ HARDWARE = Path(__file__).with_name("hardware.toml")
 class EngineCost(Section):
     """Cost model of one engine, which may be several accelerators that work as one."""
 
-    source: str = Field("", description="Where the figures come from.")
+    source: str = Field("", description="Measurement or estimate that the figures of this cost model come from.")
     decode_base_s: float = Field(gt=0, description="a: fixed time of a decode step (seconds).")
     decode_running_s: float = Field(
         ge=0, description="b: additional time of a decode step for each running sequence (seconds)."

@@ -77,7 +77,8 @@ class EvaluationSection(Section):
         600.0,
         ge=0,
         description="Longest time for which workers put off newer weights until the samples of an evaluation have "
-        "ended (seconds). What is left then counts as not evaluated. Their free slots train nothing meanwhile.",
+        "ended (seconds); samples that have not ended then count as not evaluated. Meanwhile the free slots of these "
+        "workers generate nothing for training.",
     )
     sets: dict[str, EvaluationSetSection] = Field(
         {},

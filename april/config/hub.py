@@ -373,7 +373,8 @@ def choose_files(
 
 
 def chosen(key: str, asked: str | None, known: Collection[str], preferred: Sequence[str]) -> str:
-    """The one that is asked for; otherwise the first preferred one, or the only one. Raises ConfigError."""
+    """The name that is asked for; if none is, the first preferred name that is known, or the only known one. Raises
+    ConfigError."""
     first = [name for name in preferred if name in known] or (list(known) if len(known) == 1 else [])
     if asked in known or (asked is None and first):
         return asked or first[0]
@@ -406,7 +407,7 @@ def files_of(configuration: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def matching(files: Sequence[str], configuration: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Those of the `files` that each split of one of a card's `configs` has."""
+    """The `files` of each split in one of a dataset card's `configs`, by split."""
     from fsspec.utils import glob_translate
 
     splits = {

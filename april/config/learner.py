@@ -47,8 +47,8 @@ class LearnerSection(Section):
     )
     optimizer_on_host: bool = Field(
         False,
-        description="Keep the optimizer's state in the host's memory and step there: no bytes of it on the "
-        "accelerator, for copies of gradients and weights over the bus and a slower step.",
+        description="Keep the optimizer's state in the host's memory and step there. This frees the accelerator of "
+        "it; each step is slower, and copies gradients and weights over the bus.",
     )
     master_weights: Literal["fp32", "bf16"] = Field(
         "fp32",
@@ -106,9 +106,9 @@ class LearnerSection(Section):
     microbatch_tokens: int = Field(
         8192,
         ge=1,
-        description="Tokens of a forward and backward pass that a rank holds; a packed row has context_parallel times "
-        "as many. Activation memory grows with it; where rows are below twice the longest sequence, ranks wait for "
-        "each other.",
+        description="Largest number of tokens in a rank's forward and backward pass; a packed row has "
+        "context_parallel times as many. Activation memory grows with it; if it is below twice the longest sequence, "
+        "ranks wait for each other.",
     )
     compute: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
@@ -215,14 +215,14 @@ class SamplesSection(Section):
     every: int = Field(
         1,
         ge=0,
-        description="Policy steps between those whose samples are kept; 0: none are kept. Keeping more takes disk "
-        "and a little of the learner's time.",
+        description="Interval at which a step's samples are kept (policy steps); 0: none are kept. A low value takes "
+        "disk and a little of the learner's time.",
     )
     groups: int | None = Field(
         8,
         ge=1,
-        description="Groups kept of such a step: those with its best and its worst sample, and random others; about "
-        "20 bytes a token before compression. Unset: all.",
+        description="Groups kept of each step whose samples are kept: those with the best and the worst sample, and "
+        "random others; about 20 bytes a token before compression. Unset: all.",
     )
     max_mb: int = Field(
         1024, ge=1, description="Largest size of all kept samples; beyond it, steps in between are deleted (MiB)."

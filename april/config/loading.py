@@ -247,7 +247,7 @@ def likely_key(key: str, known: Collection[str]) -> str | None:
 
 
 EXAMPLES = {"list_type": "'[VALUE, VALUE]'", "tuple_type": "'[VALUE, VALUE]'", "dict_type": "'{name = VALUE}'"}
-"""How a value is written in an override, by the pydantic error of one that is none."""
+"""Example of a valid override, by type of the pydantic error for an invalid one."""
 
 
 def error_sentence(error: ErrorDetails, model: type[Section] = Config, listing: str = "`april run --help`") -> str:
@@ -387,7 +387,7 @@ def make_paths_absolute(tree: Any, folder: Path, given: Collection[str] | None =
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file or folder is there; no file system has one whose name it refuses."""
+    """Whether a file or folder exists; False for a path that the file system refuses, such as one that is too long."""
     try:
         return path.exists()
     except OSError:

@@ -25,9 +25,9 @@ class RewardPartSection(Section):
 
     verifier: str = Field(
         "",
-        description="Verifier whose reward is the part's value; each takes its time for every response. Empty: the "
-        "part is the detail of its name that the verifier reward.name gives, or a penalty (overlong, format); of the "
-        "name reward: that verifier's own reward.",
+        description="Verifier whose reward is the value of the part; it takes its time for every response. Empty: the "
+        "value is the detail of the part's name that the verifier reward.name gives, or a penalty if the part is "
+        "called overlong or format, or the reward of reward.name itself if it is called reward.",
     )
     weight: float = Field(
         1.0,
@@ -40,7 +40,8 @@ class RewardPartSection(Section):
         "the part always counts.",
     )
     gate_above: float = Field(
-        0.0, description="Value that the part named by gate has to exceed. A high one lets the part count more rarely."
+        0.0,
+        description="Value that the part named by gate has to exceed. A high value lets the part count more rarely.",
     )
 
 
@@ -118,9 +119,9 @@ class RewardSection(Section):
     )
     without_special_tokens: list[str] = Field(
         [],
-        description="Verifiers that get responses without special tokens. Others see those that the policy wrote, "
-        "such as </think> where it is one, but no end token at the end. reward.name and verifiers of parts: "
-        "all or none. Empty: none.",
+        description="Verifiers that get responses without special tokens. Other verifiers see the special tokens that "
+        "the policy wrote, such as </think> in some vocabularies, except an end token at the end. List all of "
+        "reward.name and the verifiers of its parts, or none of them. Empty: none.",
     )
     max_failed_share: float = Field(
         0.05,
@@ -139,7 +140,8 @@ class RewardSection(Section):
     )
 
     def asked(self, verifier: str) -> list[str]:
-        """The verifiers that score a response whose row names `verifier`: it, and those of the parts of `name`."""
+        """The verifiers that score a response whose row names `verifier`: that one and, if it is reward.name, those of
+        the parts of the reward."""
         parts = self.part.values() if verifier == self.name else ()
         return [verifier, *(part.verifier for part in parts if part.verifier)]
 

@@ -65,8 +65,8 @@ class ScheduleSection(Section):
     max_steps: int = Field(100, ge=1, le=MOST_STEPS, description="Batches to train, after which the run ends.")
     last_batch: Literal["train", "drop"] = Field(
         "train",
-        description="What happens to the last batch where prompts run out before it is full: train makes a smaller "
-        "step, drop discards it.",
+        description="Use of the last batch if prompts run out before it is full: train makes a smaller step, drop "
+        "discards it.",
     )
     min_group_size: int | None = Field(
         None,
@@ -88,16 +88,16 @@ class ScheduleSection(Section):
     )
     sampler: str = Field(
         "order",
-        description="Which prompt is drawn next: order (each once an epoch, in a seeded order), difficulty (those that "
-        "are solved half of the time more often), spread (those whose rewards differ most in a group more often), or "
-        "yours as package.module:function.",
+        description="Rule for the prompt that is drawn next: order (each once an epoch, in a seeded order), "
+        "difficulty (prompts that are solved half of the time more often), spread (prompts whose rewards differ most "
+        "within a group more often), or yours as package.module:function.",
     )
     sampler_floor: float = Field(
         0.1,
         gt=0,
         le=1,
-        description="Least weight of a prompt for schedule.sampler, where one that was never drawn has 1. A high value "
-        "draws prompts more evenly; a low one rarely looks again at what was always solved, or never.",
+        description="Least weight that schedule.sampler gives a prompt; one that was never drawn has weight 1. A high "
+        "value draws prompts more evenly; a low one rarely draws again what was always solved, or never.",
     )
     in_flight: Automatic = Field(
         None,

@@ -232,7 +232,7 @@ def adapter_config(rank: int, alpha: float, targets: list[str], base: Path | str
 
 
 def held_out_score(scored: Mapping[str, Any]) -> tuple[str, float | None]:
-    """What an evaluation of a set of held-out prompts says, and of what: ("accuracy", value) if it is known which
+    """Measure and result of an evaluation of a set of held-out prompts: ("accuracy", value) if it is known which
     responses were correct, otherwise ("reward", mean reward); of a supervised run ("loss", mean loss of a token). The
     value is None if nothing could be scored."""
     for measure in ("accuracy", "loss"):

@@ -29,14 +29,14 @@ class AlgorithmSection(Section):
     pass_k: int = Field(
         4,
         ge=1,
-        description="Advantage pass_at_k: responses of a set, which is right if one of them is. A high value rewards "
-        "prompts that are seldom solved more, and those that are often solved less.",
+        description="Advantage pass_at_k: number k of responses in a set, which counts as right if one of them is. A "
+        "high value rewards prompts that are seldom solved more, and those that are often solved less.",
     )
     length_penalty: str = Field(
         "",
-        description="What is added to rewards for the length of a response among those of its group, before their "
-        "advantages are made: kimi (by its place between the shortest and the longest), alp (by its tokens, more where "
-        "the prompt is easy), or yours as package.module:function. Empty: none. The soft overlong penalty is "
+        description="Term added to the reward of a response for its length among the responses of its group, before "
+        "advantages are computed: kimi (by its place between the shortest and the longest), alp (by its tokens, more "
+        "where the prompt is easy), or yours as package.module:function. Empty: none. The soft overlong penalty is "
         "reward.overlong_penalty.",
     )
     length_coef: float = Field(
@@ -189,7 +189,7 @@ class AlgorithmSection(Section):
         3.0,
         gt=0,
         description="Correction vespo: exponent k of a response's weight e^lambda w^k e^(-lambda w), where w is its "
-        "importance ratio; for advantages below 0.",
+        "importance ratio; for advantages below 0. A larger k suppresses responses with small ratios more.",
     )
     vespo_lambda_negative: float = Field(
         2.0,
@@ -305,7 +305,8 @@ class AlgorithmSection(Section):
 
 
 class CriticSection(Section):
-    """The value model of advantages that need one, such as `gae`. Betas, weight decay and dtypes are the learner's."""
+    """The critic: the value model of an advantage estimator that needs one, such as `gae`. Betas, weight decay and
+    dtypes are those of the learner."""
 
     lr: float = Field(
         1e-5,

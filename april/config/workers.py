@@ -136,8 +136,8 @@ class EngineSection(Section):
     )
     pause: Literal["abort", "retract", "in_place"] = Field(
         "abort",
-        description="What running requests do while weights change: abort and retract prefill their contexts again, "
-        "in_place keeps the KV cache of older weights, so that log-probabilities fit neither version. All but "
+        description="Treatment of running requests while weights change: abort and retract prefill their contexts "
+        "again, in_place keeps the KV cache of older weights, so that log-probabilities fit neither version. All but "
         "abort need stream_tokens = 1.",
     )
     weights: Literal["disk", "tensor", "broadcast"] = Field(
@@ -211,17 +211,17 @@ class TeacherSection(Section):
 
     kind: str = Field(
         "transformers",
-        description="What the teacher is: transformers (a model folder, computed by each scorer in a process of its "
-        "own, which takes the model's memory), or a server: sglang, vllm or openai (completions with echo).",
+        description="Kind of teacher: transformers (a model folder, computed by each scorer in a process of its own, "
+        "which takes the model's memory), or a server: sglang, vllm or openai (completions with echo).",
     )
     path: Path = Field(
-        description="Hugging Face folder of the teacher. Of a server: a folder with its tokeniser, which must be that "
-        "of the policy.",
+        description="Hugging Face folder of the teacher. For a server: a folder with its tokeniser, which must be "
+        "that of the policy.",
     )
     where: Literal["scorer", "learner"] = Field(
         "scorer",
-        description="Who asks it: scorers, for algorithm.distillation, or the learner, which holds a model folder on "
-        "its own ranks, for algorithm.divergence.",
+        description="Process that computes the teacher: scorer, for algorithm.distillation; learner, which holds a "
+        "model folder on its own ranks, for algorithm.divergence.",
     )
     url: str = Field("", description="Address of the server, http://HOST:PORT. Empty for a model folder.")
     url_key_variable: str = Field(
@@ -232,10 +232,14 @@ class TeacherSection(Section):
     )
     model: str = Field("", description="Name of the model at a server with several, as vllm and openai want it.")
     device: str = Field(
-        "cpu", description="Device of a model folder: cpu, or an accelerator as cuda:1, whose memory the model takes."
+        "cpu",
+        description="Device of a teacher in a model folder: cpu, or an accelerator as cuda:1, whose memory the "
+        "model takes.",
     )
     processes: int = Field(
-        1, ge=1, description="Processes of each scorer that ask the teacher; of a model folder each holds the model."
+        1,
+        ge=1,
+        description="Processes of each scorer that ask the teacher; each holds the model if it is a model folder.",
     )
     timeout_s: float = Field(
         600.0,
@@ -345,8 +349,8 @@ class AgentSection(Section):
     chat_template: str = Field("", description="Jinja text used instead of the tokeniser's own chat template.")
     response_template: dict[str, Any] = Field(
         {},
-        description="How answers are parsed into text and tool calls; parsed answers are streamed in one piece. "
-        "Empty: the tokeniser's own template, otherwise no parsing.",
+        description="Template by which answers are parsed into text and tool calls; parsed answers are streamed in "
+        "one piece. Empty: the tokeniser's own template, otherwise no parsing.",
     )
     max_turn_tokens: int | None = Field(
         None,
@@ -361,13 +365,13 @@ class AgentSection(Section):
     )
     replay: Literal["answer", "discard"] = Field(
         "answer",
-        description="What happens when an agent is run again after a crash: answer repeats the recorded answers from "
-        "the journal, discard drops the session and its tokens.",
+        description="Treatment of a session whose agent is run again after a crash: answer repeats the recorded "
+        "answers from the journal, discard drops the session and its tokens.",
     )
     overrides: Literal["refuse", "ignore"] = Field(
         "refuse",
-        description="A request that would change the sampling distribution, such as by a temperature: refuse rejects "
-        "it, ignore drops that option.",
+        description="Treatment of a request that would change the sampling distribution, such as its temperature: "
+        "refuse rejects the request, ignore drops that option.",
     )
     max_restarts: int = Field(
         3,

@@ -35,7 +35,8 @@ PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImag
 
 @dataclass(frozen=True)
 class ImageRule:
-    """How a model's image processor sizes pictures, and the placeholder that stands for an image in a prompt."""
+    """Rule by which a model's image processor sizes pictures, and the placeholder that stands for an image in a
+    prompt."""
 
     token_id: int
     """Id of the placeholder token; a prompt has one for each of an image's `tokens`."""

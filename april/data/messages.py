@@ -74,7 +74,7 @@ def texts_of(message: Message) -> list[str]:
 
 
 def image_sources(messages: list[Message]) -> list[str]:
-    """What the images of canonical messages name as their source, in order."""
+    """Sources of the images of canonical messages, in order."""
     contents = [message["content"] for message in messages if not isinstance(message.get("content"), str)]
     return [part["image"] for content in contents for part in content or () if part["type"] == IMAGE]
 

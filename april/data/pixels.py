@@ -1,4 +1,4 @@
-"""What a vision-language model is passed of a prepared image: rows of pixels, one for each patch.
+"""Input of a vision-language model for a prepared image: rows of pixels, one for each patch.
 
 reader = PixelReader.of(folder)
 rows, grid = reader.read(png)          # float32 [patches, D], (1, height, width) in patches
@@ -20,7 +20,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 
 @dataclass(frozen=True)
 class PixelReader:
-    """How an image processor makes rows of pixels from an image that needs no resizing."""
+    """Makes rows of pixels of an image that needs no resizing, as a model's image processor does."""
 
     patch: int
     """Side of a patch (pixels)."""

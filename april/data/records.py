@@ -264,8 +264,8 @@ def read_arrow(file: Path, columns: set[str]) -> Iterator[Record]:
 
 
 def present(names: list[str], columns: set[str]) -> list[str]:
-    """Those of a file's column `names` to read: the needed `columns`, or all if the prompt or label may be missing, so
-    that the error can list them."""
+    """The columns to read, of the `names` in a file: the needed `columns`, or all if the prompt or label may be
+    missing, so that the error can list them."""
     found = [name for name in names if name in columns]
     return found if len(set(found) - {"reward", "images", "image"}) >= 2 else names
 

@@ -140,7 +140,7 @@ class Tokenizer:
         return printed
 
     def print_chat(self, messages: list[dict], chat_template: str | None = None, **options: Any) -> str:
-        """What the chat template, by default the tokeniser's own, prints of canonical messages. `options`: those of
+        """Text of canonical messages in the chat template, by default the tokeniser's own. `options`: those of
         `apply_chat_template`."""
         plain = self.for_template(messages, chat_template)
         return str(self.inner.apply_chat_template(plain, chat_template=chat_template, tokenize=False, **options))

@@ -184,8 +184,8 @@ def describe_engine(config: Config, shape: ModelShape | None) -> str:
 
 
 def describe_fit(config: Config, devices: Sequence[str]) -> str:
-    """What the run needs of an accelerator's memory and what would make it fit, where that is known and not divided
-    (`devices.share` has a line of its own)."""
+    """Memory that the run needs on an accelerator, and changes that would make it fit, if they are known and the
+    accelerator is not divided (`devices.share` has a line of its own)."""
     if config.devices.share:
         return ""
     if not devices:

@@ -1,4 +1,4 @@
-"""What a run needs of each accelerator's memory, by what it is for, and which keys make it fit."""
+"""Memory that a run needs on each accelerator, by purpose, and the keys that make it fit."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -44,9 +44,10 @@ class Change:
     keys: Mapping[str, Any]
     """New values, by key."""
     cost: float
-    """What it costs, relative to the others: time of a step, then accelerators, then what is trained."""
+    """Rank of the change by its price: changes that take time of a step come before those that take accelerators, then
+    those that change what is trained."""
     price: str
-    """What it costs, in words."""
+    """Price of the change in words."""
 
     def on(self, config: Config) -> Config:
         tree: dict[str, dict[str, Any]] = {}
@@ -191,8 +192,8 @@ def ways_to_fit(config: Config, memory_bytes: float, most: int = 3) -> list[tupl
 
 
 def objection(config: Config, needs: Needs, memory_bytes: float) -> str:
-    """Why a run does not fit into accelerators of so many bytes; empty if it fits. What is shared has to pass the
-    division that a start makes, too, which keeps more for the engine."""
+    """Reason why a run does not fit into accelerators of `memory_bytes`; empty if it fits. Where learner and engine
+    share accelerators, the division that a start makes, which keeps more for the engine, has to succeed too."""
     if needs.least > memory_bytes:
         return f"{format_bytes(needs.least)} are needed"
     shape = read_shape(config.model.path)
@@ -205,8 +206,8 @@ def objection(config: Config, needs: Needs, memory_bytes: float) -> str:
 
 
 def describe(config: Config, memory_bytes: float) -> tuple[str, bool]:
-    """What a run needs of accelerators of `memory_bytes`, and the changes that make it fit; and whether it fits as it
-    is."""
+    """Memory that a run needs on accelerators of `memory_bytes` and the changes that make it fit, as text; and whether
+    it fits as it is."""
     needs = needs_of(config)
     sides = needs.learner, needs.engine
     rows = [line("", "learner", "engine")]

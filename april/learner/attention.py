@@ -40,7 +40,7 @@ FLASH_4_MAJORS, FLASH_4_HEADS = (9, 10), (64, 96, 128)
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back the tokens of a layer see. It takes the place of transformers' mask."""
+    """Range of earlier tokens that the tokens of a layer attend to. It takes the place of transformers' mask."""
 
     window: int | None = None
     """Number of last tokens of its sequence that a token sees, itself included; None for all."""
@@ -56,7 +56,7 @@ class Reach:
 
 
 class PackedAttentionError(ValueError):
-    """An input that packed attention would compute wrongly; the message names it and the fix."""
+    """Packed attention would compute an input wrongly; the message names the input and the fix."""
 
 
 def packed_attention(
@@ -201,8 +201,8 @@ def check_exchanged(query: Tensor, position_bias: Tensor | None, ranks: int) -> 
 
 
 def checked_reach(mask: Reach | None, sliding_window: int | None) -> Reach:
-    """How far a layer's tokens see, by its mask, or without one by its `sliding_window`. Raises PackedAttentionError if
-    they contradict each other."""
+    """Reach of a layer's attention by its mask or, without a mask, by its `sliding_window`. Raises PackedAttentionError
+    if they contradict each other."""
     if mask is None:
         return Reach(window=sliding_window)
     if sliding_window is not None and mask.chunk is None and mask.window != sliding_window:

@@ -27,7 +27,7 @@ FLEX_BLOCK = 128
 
 
 class Exchange(ABC):
-    """How the ranks that share a row exchange its tokens, of which each has 1 / C, for heads of all its tokens."""
+    """Exchange between the C ranks that share a row: tokens, of which each rank has 1 / C, for heads of all tokens."""
 
     @property
     @abstractmethod
@@ -45,12 +45,12 @@ class Exchange(ABC):
 
     @abstractmethod
     def of_heads(self, values: Tensor) -> Tensor:
-        """Those of this rank's heads among values [H] of all heads."""
+        """This rank's part of `values` [H], which has one value for each head."""
 
 
 class Packing:
-    """Where the sequences of a packed row lie. No list and no dataclass, since `torch.compile` looks into those and
-    would compile anew for each number of sequences."""
+    """Positions of the sequences in a packed row. It is neither a list nor a dataclass, since `torch.compile` looks
+    into those and would compile anew for each number of sequences."""
 
     def __init__(self, seq_lens: list[int], cu_seq_lens: Tensor, exchange: Exchange | None = None):
         """`seq_lens`: length of each sequence; `cu_seq_lens`, int32 [sequences + 1]: their starts, then the length of
@@ -58,8 +58,8 @@ class Packing:
         self.exchange = exchange
         self.seq_lens, self.cu_seq_lens, self.longest = seq_lens, cu_seq_lens, max(seq_lens)
         self.made: dict[Any, Any] = {}
-        """What the layers of one pass share: packings in chunks by the chunk's size, masks of flex attention by
-        window."""
+        """Results that the layers of one pass share: packings in chunks by the size of the chunk, masks of flex
+        attention by window."""
 
     def alone(self) -> "Packing":
         """The same row for a rank that sees all of its tokens."""
@@ -78,16 +78,16 @@ class Packing:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """What a layer's attention has beside causality. Without any it is plain."""
+    """Features of a layer's attention besides causality; plain causal attention has none."""
 
     window: int | None = None
-    """As in `Reach`."""
+    """Sliding window in tokens, as in `Reach`."""
     softcap: float | None = None
     """c, if scores z are c tanh(z / c)."""
     sinks: Tensor | None = None
     """[H]: one more score of each head, that takes its part of the probability and gives nothing."""
     bias: Tensor | None = None
-    """What is added to the scores, [1, H, T, T] over the whole row; dimensions may be 1 for all."""
+    """Bias added to the scores, [1, H, T, T] over the whole row; dimensions may be 1 for all."""
 
     @property
     def is_written_out(self) -> bool:
@@ -286,7 +286,8 @@ class WithSinks(torch.autograd.Function):
 def by_flex(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, variant: Variant
 ) -> Tensor:
-    """[1, T, H, E] by flex attention, compiled on its first call, for soft caps."""
+    """Attention output [1, T, H, E] of layers with soft caps, by flex attention, which is compiled on the first
+    call."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     def capped(score, *place):

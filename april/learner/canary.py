@@ -27,7 +27,8 @@ class CanaryScorer:
         self.trained_text: np.ndarray | None = None
         """First token ids of the first batch seen, int32; None before it."""
         self._rounding: tuple[bytes, int, float] = b"", 0, 0.0
-        """What rounding does to the log-probabilities: of which text, in how many versions used, in nats."""
+        """Effect of rounding on the log-probabilities: the text it was measured on, the number of versions that have
+        used it, and the mean difference in nats."""
 
     def see(self, batch: TrainingBatch) -> None:
         if self.trained_text is None and batch.samples:

@@ -218,8 +218,8 @@ def read_tensors(source: Path, state: dict[str, Tensor]) -> None:
 
 
 def read_metadata(source: Path) -> Metadata:
-    """What the checkpoint `source` has, and where. Nothing of its pickle is executed, and tensors are all that it may
-    name. Raises ModelError and OSError."""
+    """Names, shapes and places of the tensors in the checkpoint `source`. Its pickle is read without executing
+    anything, and may name nothing but tensors. Raises ModelError and OSError."""
     path = source / METADATA_FILE
     encoded = read_whole(path)
     try:

@@ -133,7 +133,7 @@ class ContextGroup:
 
 @dataclass(frozen=True, eq=False)
 class RowExchange(Exchange):
-    """What the ranks of a context group exchange in a pass over one row."""
+    """Exchange between the ranks of a context group in a pass over one row."""
 
     context: ContextGroup
     targets: slice

@@ -1,5 +1,5 @@
-"""How much memory a training pass of a model keeps for its backward pass, found without any: the model's own forward
-pass runs over tensors that have shapes and no values, and what autograd would keep is counted."""
+"""Memory that a training pass of a model keeps for its backward pass, found without allocating any: the model's own
+forward pass runs over tensors that have shapes and no values, and the tensors that autograd would keep are counted."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ class Footprint:
     trained: int
     """Parameters that are trained."""
     matrices: int
-    """Those of them in the layers' matrices, as Muon takes them."""
+    """Trained parameters in matrices of the layers, which Muon steps."""
     hidden: int
     """Size of the hidden states."""
     vocabulary: int

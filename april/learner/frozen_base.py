@@ -95,7 +95,7 @@ def pack(values: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The matrix [n, `columns`] that `pack` has rounded."""
+    """Inverse of `pack`, up to its rounding: the matrix [n, `columns`]."""
     from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
 
     rows = len(packed)

@@ -1,4 +1,5 @@
-"""The head of a policy: log-probabilities and entropies from hidden states, by pieces, without whole logits."""
+"""The head of a policy: log-probabilities and entropies from hidden states, computed in pieces so that the logits of
+all tokens never exist at once."""
 
 from collections.abc import Callable, Iterator
 from functools import cache

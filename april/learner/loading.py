@@ -144,7 +144,7 @@ def parameters_without_memory() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What a model makes of its head's product z with a hidden state: the logit scale z, or with a soft cap cap
+    """A model's function from the product z of its head and a hidden state to a logit: scale z, or with a soft cap cap
     tanh(scale z / cap)."""
 
     scale: float = 1.0
@@ -163,8 +163,8 @@ PRODUCTS = (0.0, 2.0**-10, -1.0, 1.0, 3.0, -20.0, 50.0, 300.0, 2.0**24)
 
 
 def logit_map(lm: nn.Module, folder: Path) -> LogitMap:
-    """What a causal LM does to its logits beside the product of its head, by its own forward pass with known values in
-    place of its body and its head. Raises ModelError if that is no scale and no soft cap."""
+    """The function from the head's product to logits of a causal LM, found by its own forward pass with known values in
+    place of its body and its head. Raises ModelError if it is neither a scale nor a soft cap."""
     body, head = lm.base_model, lm.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ModelError(f"{folder}: its head is no linear layer, and the learner computes no other")

@@ -36,7 +36,7 @@ class Diverged(RuntimeError):
 
 
 class Publication(Protocol):
-    """What happens to the weights of a new step, beginning with those that a run starts from."""
+    """Publishes the weights of each new step, beginning with those that a run starts from."""
 
     def publish(self) -> dict[str, float]:
         """Begin with the trainer's current weights; returns metrics, in seconds. Collective."""

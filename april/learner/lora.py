@@ -31,8 +31,8 @@ class AdaptedLinear(BaseLinear):
     The parameters W and b keep their names."""
 
     def __init__(self, base: nn.Linear, rank: int, scaling: float, generator: torch.Generator):
-        """B starts at zero, so that the layer is unchanged at first; A is initialised as in peft and the paper's
-        code."""
+        """A layer with the update B A: B starts at zero, so that the layer is unchanged at first; A is initialised as
+        in peft and the paper's code."""
         super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features))

@@ -27,7 +27,8 @@ from april.wire.sockets.base import own_address
 log = logging.getLogger(__name__)
 
 Description: TypeAlias = tuple[WeightPart, dict[str, str]]
-"""What a rank tells of its part: the part, and the checksums of its tensors in a server."""
+"""Description of a rank's part of a version: the part, and the checksums that its tensors have in an inference
+server."""
 
 
 class DividedSending:

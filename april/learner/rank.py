@@ -1,5 +1,5 @@
-"""What every program of a rank does: remember a refusal across restarts, and end with a status that says whether a
-restart helps."""
+"""Common to the programs of a rank: a refusal is remembered across restarts, and the exit status says whether a restart
+helps."""
 
 import contextlib
 import logging

@@ -30,7 +30,7 @@ ROW_GROUP_TOKENS = 1 << 16
 """Approximate tokens per Parquet row group: small groups make reading one sample fast, few groups make listing all
 samples fast."""
 PICTURES = "images"
-"""Folder in `samples/` with the images that the column of this name names."""
+"""Folder in `samples/` with the images of the samples; the column of the same name has the names of their files."""
 SPAN_COLUMNS = ("what", "where", "began", "ended", "start", "end", "how")
 """Field names in the Parquet column `stays`, whose entries are time spans of a sample; one name for each field of
 `wire.SampleSpan`, in order."""

@@ -107,7 +107,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredShard(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank has written a shard, as it tells the other ranks."""
+    """Place of a shard that a rank has written, as it tells the other ranks."""
 
     name: str
     offset: tuple[Count, ...]

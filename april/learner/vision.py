@@ -62,7 +62,7 @@ class PackedImages:
     positions: Tensor
     """Positions of the tokens within their sequence, int64 [3, 1, T]: in time, height and width."""
     places: Tensor
-    """Which tokens stand for images, bool [1, T]."""
+    """Whether each token is a placeholder of an image, bool [1, T]."""
 
     def inputs(self) -> dict[str, Tensor]:
         """Arguments of a model's body."""

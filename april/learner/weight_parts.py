@@ -82,7 +82,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Share:
-    """Those values of a piece that one rank holds."""
+    """The values of a piece that one rank holds."""
 
     piece: Piece
     first: int
@@ -210,7 +210,7 @@ class Transfer:
         """Start to send or to receive this rank's values of the bucket. Collective. `data`: this rank's buffer."""
         self.data, rank = data, dist.get_rank()
         self.received: list[tuple[list[Share], Tensor]] = []
-        """What each other rank sends to this one."""
+        """Values that each other rank sends to this one."""
         operations = []
         if rank != owner and (own := shares(bucket, rank, owner)):
             (message,) = memory.take([own])

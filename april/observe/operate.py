@@ -24,7 +24,7 @@ PATIENCE_S = 5.0
 
 @dataclass(frozen=True)
 class RunAddress:
-    """How an operator names a run: by its folder, by its broker's address, or by both."""
+    """Address of a run, as an operator gives it: its folder, its broker's address, or both."""
 
     run_dir: Path | None
     connect: str | None

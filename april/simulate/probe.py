@@ -38,7 +38,8 @@ class SequencePool:
     longest: int
     """Longest response (tokens)."""
     origins: dict[int, float] = field(default_factory=dict)
-    """By request id: context tokens of the sequence at its admission, minus the pool's `steps` at that time."""
+    """Origin of each request, by its id: context tokens of the sequence at its admission, minus the pool's `steps` at
+    that time."""
     steps: float = 0.0
     """Decode steps so far."""
 

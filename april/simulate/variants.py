@@ -167,7 +167,7 @@ COLUMNS: dict[str, Callable[[SimulationResult], str]] = {
     "buffer_peak_tokens": lambda result: f"{result.measures.buffer_peak_tokens:,}",
     "buffer_peak_bytes": lambda result: f"{result.measures.buffer_peak_bytes:,}",
 }
-"""What a column of a table says of a result, by the column's header."""
+"""Cell of a table for a result, by the column's header."""
 COMPARED = tuple(COLUMNS)[:19]
 """Columns of the table that compares schedules."""
 

@@ -1,1 +1,1 @@
-"""Other trainers on April's rollouts, and other frameworks' scripts as April's configurations."""
+"""Trainers other than April's own, on April's rollouts, and other frameworks' scripts as April's configurations."""

@@ -25,7 +25,7 @@ STAGE_BYTES = 4 << 20
 """Size of the aligned staging buffer."""
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The one file of a Hugging Face folder's weights, and the index of several."""
+"""Names of the single file of a Hugging Face folder's weights, and of the index if there are several files."""
 
 Buffer = bytes | memoryview
 
@@ -173,7 +173,7 @@ PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 
 
 def keep_private(run_dir: Path) -> None:
-    """Have all that this process and its children write be its user's alone, and `run_dir`, if it is there already."""
+    """Make `run_dir`, if it exists, and all that this process and its children write private to their user."""
     os.umask(0o777 & ~PRIVATE_FOLDER)
     if run_dir.is_dir():
         make_private(run_dir)

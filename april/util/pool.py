@@ -65,8 +65,9 @@ def start_with_channel(*words: str, prints: int | BinaryIO = STDERR) -> tuple[su
 
 
 def private_channel() -> tuple[int, BinaryIO]:
-    """Make ready for user code: have it found, and its stdin empty. Returns the channel to the parent process, which
-    was stdin and is now out of its reach: (descriptor to read from, stream to write to)."""
+    """Prepare this process for user code, which is found on the import path and gets an empty stdin. Returns the
+    channel to the parent process, which was stdin and is now out of the code's reach: (descriptor to read from, stream
+    to write to)."""
     add_import_folders()
     incoming, outgoing = os.dup(0), os.fdopen(os.dup(0), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -356,7 +357,7 @@ class PoolProcess:
 
 
 def describe_exit(returncode: int) -> str:
-    """How a process ended, for an error sentence."""
+    """Description of how a process ended, for an error sentence."""
     if returncode == -signal.SIGALRM:
         return "its time limit was exceeded"
     return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"

@@ -91,7 +91,7 @@ class Registry:
     key: str
     """Key of the configuration that names a part."""
     noun: str
-    """What a part is called in a sentence, as in "is no engine"."""
+    """Name of such a part in a sentence, as in "is no engine"."""
     shipped: Mapping[str, str] = field(default_factory=dict)
     """Name of each shipped part -> its `package.module:Name`."""
     base: str = ""

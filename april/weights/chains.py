@@ -91,7 +91,7 @@ class Chains:
         self._send(downstream, ChannelFollow(downstream.name, own))
 
     def note_linked(self, channel: WeightChannel, message: ChannelLinked) -> None:
-        """Note whether a worker has met the one before it."""
+        """Record whether a worker has connected to the worker before it in its chain."""
         if channel.upstream is None or message.upstream != channel.link:
             return
         if message.error:
@@ -224,18 +224,19 @@ class ChainLinks:
 
 
 def close_met(link: Future[Link]) -> None:
-    """Close a link, if it has come about."""
+    """Close a link if it was established."""
     if not link.exception():
         link.result().close()
 
 
 def not_forwarding() -> AbstractContextManager[None]:
-    """In place of `ChainLinks.forwarding` where a worker is the last one."""
+    """Context of a worker that forwards nothing, such as the last one of a chain; stands in for
+    `ChainLinks.forwarding`."""
     return contextlib.nullcontext()
 
 
 def send_on(meeting: Future[Link], arrived: queue.SimpleQueue, deadline: float) -> None:
-    """Send to the next worker what arrives, until None does."""
+    """Send the buckets in the queue `arrived` to the next worker, until the queue yields None."""
 
     def buckets() -> Iterator[Tensor]:
         while (bucket := arrived.get()) is not None:

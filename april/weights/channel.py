@@ -113,7 +113,7 @@ class ChannelAlive(Message):
 
 
 CLOSED = -1
-"""In place of a descriptor that is closed."""
+"""Value of a descriptor that is closed."""
 
 
 class TensorHead(msgspec.Struct, array_like=True, frozen=True):
@@ -161,7 +161,7 @@ class ChannelManifest(Message):
     channel: str
     version: Version
     parts: list[WeightPart]
-    """What each rank of the learner sends, beginning with rank 0."""
+    """Part of the version that each rank of the learner sends, beginning with rank 0."""
     bucket_bytes: int
     server_checksums: dict[str, str] = {}
     """Expected checksum of each of the inference server's tensors, by name; empty: do not verify them."""
@@ -268,7 +268,7 @@ class WeightChannel:
     is_alone: bool = False
     """Whether the worker could not meet another one, and stays out of chains."""
     claim: Any = None
-    """What the head of its chain has it receive next (`april.weights.chains.Claim`); None: nothing."""
+    """Version that the head of its chain has it receive next (`april.weights.chains.Claim`); None without one."""
     follows: bool = False
     """Whether it is receiving, or has just received, a version from the one before it."""
     inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))

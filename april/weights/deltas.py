@@ -153,7 +153,7 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> tuple[str, bytes]:
 
 
 def decode(form: str, payload: memoryview, old: np.ndarray | None, into: np.ndarray) -> None:
-    """Write the values of a block. Raises ZstdError, ValueError or IndexError for what is no payload of this form and
+    """Write the values of a block. Raises ZstdError, ValueError or IndexError if the payload is not of this form and
     size."""
     if zstandard.frame_content_size(payload) > into.size * (DISTANCE.itemsize + into.itemsize):
         raise ValueError("a block is too long")

@@ -40,17 +40,17 @@ log = logging.getLogger(__name__)
 Forwarding: TypeAlias = "AbstractContextManager[Received | None]"
 LENGTH = struct.Struct("<Q")
 NONE = torch.empty(0, dtype=torch.uint8)
-"""In place of a delta: there is none."""
+"""Stands for a delta that does not exist."""
 SPARE_BYTES = 2**20
-"""How much longer a delta may be than its part: it has a header, and what does not compress gets a little longer."""
+"""Most bytes by which a delta may exceed its part: it has a header, and incompressible values get a little longer."""
 
 
 # --- on the learner ---------------------------------------------------------------------------------------------------
 
 
 class PartDelta:
-    """What has changed in a part since the version before. It is computed when the first link needs it, and then lies
-    ready for all. The base is kept until then, or until it is released."""
+    """Delta of a part to the same part of the version before. It is computed when the first link needs it, and then
+    kept for all. The base is kept until then, or until it is released."""
 
     def __init__(self, base: Snapshot):
         self.base = DeltaBase(base.version, joint_digest(base.parts))
@@ -78,7 +78,7 @@ class PartDelta:
 
 @dataclass(frozen=True)
 class SnapshotWithDelta(Snapshot):
-    """A part of a version whose rank has kept its part of the version before."""
+    """A rank's part of a version, with its delta to the rank's part of the version before."""
 
     delta: PartDelta = field(kw_only=True)
 

@@ -33,7 +33,7 @@ from april.wire.message import Version
 log = logging.getLogger(__name__)
 
 ALL = 0
-"""In place of a rank: all ranks but rank 0."""
+"""Stands for all ranks but rank 0, in place of the number of one."""
 MAX_UNREACHED = 3
 """Number of channels that workers join over rank 0's link alone, before any has joined over all links, after which the
 learner ends."""
@@ -44,7 +44,7 @@ END_S = 30.0
 
 
 class SendingCommand(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """What rank 0 tells the other ranks of the learner about the sending of weights."""
+    """Command from rank 0 to the other ranks of the learner about the sending of weights."""
 
 
 class OpenLink(SendingCommand, frozen=True):
@@ -85,7 +85,7 @@ class WithdrawPart(SendingCommand, frozen=True):
 
 
 class EndSending(SendingCommand, frozen=True):
-    """Nothing is published any more."""
+    """End of publication: no further version is sent."""
 
 
 AnyCommand = OpenLink | HoldPart | SendPart | CloseLink | WithdrawPart | EndSending

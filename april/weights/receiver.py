@@ -110,7 +110,7 @@ class WeightReceiver(WeightSource):
         self.keys = keys
         self.uid, self.name, self.device = uid, name, device
         self.reports: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
-        """What the engine has to tell the learner, in order: methods of `LearnerConnection` with their arguments, which
+        """Reports of the engine to the learner, in order: methods of `LearnerConnection` with their arguments, which
         the receiver's thread calls."""
         self.buffers = ReusedBuffers()
         self.kept: KeptWeights | None = None

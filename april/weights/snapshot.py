@@ -99,7 +99,8 @@ def empty_buffer(size: int) -> Tensor:
 
 
 SPARE_BYTES = 2**20
-"""How much larger a buffer may be than what is read into it: files of whole tensors have headers, deltas have none."""
+"""Most bytes by which a buffer may exceed the data read into it: files of whole tensors have headers, deltas have
+none."""
 
 
 class ReusedBuffers:
@@ -221,7 +222,7 @@ def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:
 
 
 def outgoing(snapshot: Snapshot, bucket_bytes: int, to_server: bool) -> Iterable[Tensor]:
-    """What is sent of a snapshot, uint8 tensors in order: buckets for a worker, whole tensors for an inference
+    """Data of a snapshot to send, uint8 tensors in order: buckets for a worker, whole tensors for an inference
     server."""
     if not to_server:
         return buckets(snapshot.data, bucket_bytes)

@@ -235,7 +235,7 @@ def user_of(peer: socket.socket) -> int:
 
 
 FULL = EMPTY = b"."
-"""What the learner says for each slot that it has filled, and the worker for each that it has emptied, in order."""
+"""Bytes that the learner sends for each slot that it has filled, and the worker for each slot that it has emptied."""
 
 
 class SharedMemoryLink(Link):
@@ -273,8 +273,8 @@ class SharedMemoryLink(Link):
         self._peer.close()
 
     def _pieces(self, buckets: "Iterable[Tensor]") -> "Iterator[tuple[np.ndarray, np.ndarray, Tensor | None]]":
-        """As much of a slot as a piece of the buckets needs, the piece, and its bucket if it is the last of it. numpy
-        copies in one thread; torch's threads would wait for each other at every slot."""
+        """Yield (the part of a slot that a piece of the buckets takes, the piece, the bucket if it is the bucket's last
+        piece). numpy copies in one thread; torch's threads would wait for each other at every slot."""
         slots = cycle(self._slots)
         for bucket in buckets:
             *pieces, last = (piece.numpy() for piece in bucket.split(SLOT_BYTES))

@@ -41,8 +41,8 @@ HANDSHAKE_S = 10.0
 """Seconds after which a connection without a completed handshake is closed."""
 
 MAX_CLOCK_SKEW_S = 86_400.0
-"""Largest difference between a peer's clock and the broker's, seconds. Times beyond it are unknown or refused, since
-pictures of a run span all of its times."""
+"""Largest difference between a peer's clock and the broker's (seconds). A time beyond it is refused or taken as
+unknown, since it would stretch the time axis of the run's charts."""
 MAX_CHUNK_TOKENS = 1 << 18
 """Most tokens in one row of a report."""
 MAX_TOP_K = 1024

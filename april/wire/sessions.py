@@ -70,7 +70,7 @@ class Heartbeat(Message):
     received_bytes: Number = 0
     """Bytes of arrays received in this session. The broker limits how many unacknowledged bytes it sends."""
     loop_position: Name = ""
-    """What the peer's main loop is doing, such as "decoding"; "" if not reported."""
+    """Activity of the peer's main loop, such as "decoding"; "" if not reported."""
     loop_elapsed_s: Seconds = 0.0
     """Seconds that the main loop has been doing that."""
     loop_usual_s: Seconds = 0.0

@@ -204,7 +204,7 @@ class Evaluating(Message):
 
 
 class ActivitySpan(Message):
-    """What a worker did from `start` to `end` (Unix time, seconds), for the timeline."""
+    """Activity of a worker from `start` to `end` (Unix time, seconds), for the timeline."""
 
     kind: Literal["generate"]
     start: float

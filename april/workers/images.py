@@ -59,7 +59,7 @@ class SampleImages:
         self._waiting.pop(lease_id, None)
 
     def ask_again(self) -> None:
-        """Ask for all that is missing, in a new session with the broker."""
+        """Request all missing images again, in a new session with the broker."""
         self._asked.clear()
         self._ask()
 

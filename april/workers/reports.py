@@ -39,7 +39,7 @@ class PendingReport:
     rows: list[Entry] = field(default_factory=list)
     """Unacknowledged rows in order, sent or not."""
     unsent: int = 0
-    """How many rows at the end of `rows` are still to be sent."""
+    """Number of rows at the end of `rows` that are still to be sent."""
     closing: wire.Closing | None = None
     values: bytes = b""
     """Values of the closing's token scores, float32."""

@@ -209,7 +209,7 @@ class DiskFillingAlarm(Alarm):
     threshold = 3600.0
     """Seconds until the disk is full, at the rate of the last steps, below which the alarm is raised."""
     least_bytes = 2 << 30
-    """Free bytes on the disk below which the alarm is raised at any rate."""
+    """Free bytes on the disk below which the alarm is raised whatever the rate of disk use."""
     least_s = 60.0
     """Least seconds over which the rate of disk use is measured."""
 

@@ -343,8 +343,8 @@ class NodeHandler:
     """Handles the rendezvous of a learner's machines.
 
     The first machine announces the address where the learner's ranks meet, and the other machines ask for it. The
-    address is valid while the first machine is connected. A machine whose process is new makes a new start, for which
-    all machines start their ranks anew: a rank that has lost another cannot go on.
+    address is valid while the first machine is connected. When a new process of a machine connects, the number of the
+    start rises and all machines restart their ranks, since ranks cannot go on after one of them is lost.
     """
 
     def __init__(self, peers: Peers):

@@ -87,7 +87,7 @@ class WorkerHandler(LeaseHolderHandler):
         self._next_recall = 0.0
         self._progress: tuple[int, ...] = ()
         self._progress_at = 0.0
-        """What the run had done when something could last go on, and the time of that."""
+        """Last lease id, next group and next batch when the run could last go on, and the time of that."""
 
     def record_instant(self, peer: Peer, instant: str, now: float) -> None:
         self.recorder.add_span(peer.name, instant, now, now)

@@ -1,4 +1,4 @@
-"""What a batch is made of: the staleness bound, the complete groups that wait for a batch, and the cohorts in which
+"""The groups of a batch: the staleness bound, the complete groups that wait for a batch, and the cohorts in which
 trained response lengths are compared with created ones."""
 
 import heapq

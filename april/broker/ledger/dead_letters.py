@@ -27,7 +27,7 @@ class DeadLetter(msgspec.Struct, frozen=True):
     at: float
     """Time of the last attempt's end, Unix seconds."""
     outcome: str
-    """What followed the death of the sample: without_it: the group or evaluation continues without it | discarded: its
+    """Consequence of the sample's death: without_it: the group or evaluation continues without it | discarded: its
     group was discarded | requeued: its prompt waits to be drawn again | redrawn: its prompt has a new group"""
 
 

@@ -106,7 +106,7 @@ class HandOutQueue:
         heapq.heappush(self._without_agent[sample.group.evaluation], (order, next(self._arrivals), sample))
 
     def take_for_agent(self, evaluation: bool) -> Sample | None:
-        """Remove and return a sample whose agent no agents process runs; None if there is none."""
+        """Remove and return a sample whose agent runs in no agents process; None if there is none."""
         heap = self._without_agent[evaluation]
         while heap:
             sample = heapq.heappop(heap)[-1]

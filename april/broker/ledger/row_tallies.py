@@ -1,4 +1,5 @@
-"""What the groups drawn so far say of each row of the dataset, for samplers of prompts.
+"""Results of the groups drawn so far, by row of the dataset, for samplers of prompts. Only the ledger's events change
+them, so that a journal, or a snapshot, rebuilds them exactly.
 
 Only the ledger's events change it, so that a journal, or a snapshot, rebuilds it exactly.
 """
@@ -37,9 +38,11 @@ class RowTallies:
         self.known = np.frombuffer(known, "<i8")
         """Number of complete groups of each row; int64 [n]."""
         self.accuracy = np.frombuffer(accuracy, "<f8")
-        """Mean accuracy of each row's complete groups, of which each counts as much as all before it; float64 [n]."""
+        """Weighted mean accuracy of each row's complete groups, of which each counts as much as all before it; float64
+        [n]."""
         self.spread = np.frombuffer(spread, "<f8")
-        """The same of the standard deviations of their rewards; float64 [n]."""
+        """Mean standard deviation of the rewards in each row's complete groups, weighted like `accuracy`; float64
+        [n]."""
         self._stored_rows = len(self.last)
 
     def __iter__(self) -> Iterator[int | bytes]:
@@ -95,7 +98,7 @@ class RowTallies:
 
 
 class PromptOrder:
-    """Which prompt is drawn next: the one at the cursor. A sampler chooses otherwise."""
+    """Order in which prompts are drawn: that of the cursor. A sampler's order overrides it."""
 
     def choose(self, tallies: RowTallies, cursor: tuple[int, int]) -> tuple[int, int]:
         """(epoch, row) of the prompt to draw; `cursor` is (epoch, prompts drawn in it)."""

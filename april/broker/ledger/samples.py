@@ -271,8 +271,8 @@ class Group:
     group_scored: bool = False
     """Whether one lease scores all samples of the group together."""
     token_scores: dict[int, tuple[int, int, int, list[str]]] | None = None
-    """By index of a sample: position and length of the journal record with its token scores, number of the response in
-    that record, and names of the scores. None if no sample has token scores."""
+    """Token scores by index of the sample: position and length of the journal record with them, number of the response
+    in that record, and names of the scores. None if no sample has token scores."""
     images: Sequence[str] = ()
     """Names of the prompt's images, in order."""
     number: int = -1

@@ -95,7 +95,7 @@ class Serials(msgspec.Struct):
 
 
 class PromptCursor(msgspec.Struct):
-    """How far the prompts have been drawn, and which ones the trainer has submitted."""
+    """Position in the order of prompts, and the prompts that the trainer has submitted."""
 
     next: tuple[int, int] = (0, 0)
     """(epoch, row position) of the next prompt."""
@@ -106,7 +106,7 @@ class PromptCursor(msgspec.Struct):
 
 
 class StepProgress(msgspec.Struct):
-    """How far the batches have come."""
+    """Numbers of batches delivered, consumed and checkpointed."""
 
     next: int = 0
     """Number of the next batch to deliver."""
@@ -245,7 +245,7 @@ class LedgerState:
         return lease.generating and not lease.sample.group.evaluation
 
     def batch_fault(self, groups: Sequence[Group]) -> str:
-        """What keeps groups from being the next batch, as the rest of a sentence; empty if nothing does."""
+        """Reason why groups cannot be the next batch, as the rest of a sentence; empty if they can."""
         most, step, ids = self.rules.batch_groups, self.steps.next, {group.id for group in groups}
         if not 0 < len(ids) == len(groups) <= most:
             return f"has {len(groups)} groups, and a batch has 1 to {most} different ones"

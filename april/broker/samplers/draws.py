@@ -1,4 +1,4 @@
-"""Which prompt is drawn next: the one whose weight times age is largest.
+"""Draws prompts by weight: the next one is that whose weight times age is largest.
 
 The age of a prompt is the number of draws since its own last one. So a prompt is drawn in proportion to its weight: one
 of weight w on average every C / w draws, C the sum of all weights. The choice is a function of the seed and of the

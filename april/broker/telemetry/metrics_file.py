@@ -137,7 +137,7 @@ class Ages(msgspec.Struct):
 
 
 class StepLine(msgspec.Struct):
-    """What every record of a step has, as far as a start of the broker needs it."""
+    """Fields of a step's record that a restarted broker reads."""
 
     step: Annotated[int, msgspec.Meta(ge=1)]
     time: float
@@ -151,7 +151,7 @@ class StepLine(msgspec.Struct):
 
 
 class EvaluationLine(msgspec.Struct):
-    """What every record of an evaluation has."""
+    """Fields that every record of an evaluation has."""
 
     step: int
     time: float
@@ -366,7 +366,7 @@ class EarlierCounts(msgspec.Struct):
 
 
 def earlier_counts(summary: dict[str, Any]) -> EarlierCounts:
-    """What earlier brokers of the run have counted, from the content of summary.json; zeros if it is damaged."""
+    """Counts of earlier brokers of the run, from the content of summary.json; zeros if it is damaged."""
     try:
         return msgspec.convert(summary, EarlierCounts)
     except msgspec.ValidationError as error:

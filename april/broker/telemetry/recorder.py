@@ -59,7 +59,7 @@ class SyncMark(NamedTuple):
 
 @dataclass
 class StepCounts:
-    """What happens between two steps, for the record of the second."""
+    """Counts between two steps, for the record of the second."""
 
     generating_s: float = 0.0
     """Seconds in which at least one training sample was being generated."""
@@ -207,7 +207,7 @@ class Recorder:
         return self.steps[step]
 
     def sync_mark(self) -> SyncMark:
-        """What the next sync of the journal will have put on disk."""
+        """Mark of the state that the next sync of the journal will put on disk."""
         return SyncMark(dict(self.accepted), self.metrics_file.waiting)
 
     def synced(self, mark: SyncMark) -> None:

@@ -1,5 +1,5 @@
-"""What a broker serves over HTTP: its Prometheus metrics at /metrics and its health at /health, both made from the
-newest `RunStatus`."""
+"""HTTP endpoints of a broker: Prometheus metrics at /metrics and health at /health, both made from the newest
+`RunStatus`."""
 
 import bisect
 import socketserver
@@ -37,7 +37,7 @@ class Histogram(NamedTuple):
 
 
 class MetricsSnapshot(NamedTuple):
-    """What the metrics are made from."""
+    """Values from which the Prometheus metrics are made."""
 
     run: RunStatus
     before: RunStatus | None = None

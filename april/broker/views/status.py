@@ -1,4 +1,5 @@
-"""How a run stands: one struct, `RunStatus`, read from the broker's components at one moment.
+"""Status of a run: one struct, `RunStatus`, read from the broker's components at one moment. As JSON it is the answer
+to `april status`, the live view and the dashboard; /metrics and /health are made from it in `metrics.py`.
 
 As JSON it is the answer to `april status`, the live view and the dashboard; /metrics and /health are made from it in
 `metrics.py`.
@@ -55,7 +56,7 @@ class WorkerStatus(HolderStatus, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run stands at one moment. It is not changed afterwards, so that other threads may read it."""
+    """Status of a run at one moment. It is not changed afterwards, so that other threads may read it."""
 
     at: float
     """Time at which it was read, Unix seconds."""
@@ -64,7 +65,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     over: str
     read_only: str
     phase: str
-    """What the run does, in a few words."""
+    """Current activity of the run, in a few words."""
     starts: dict[str, int]
     elapsed_s: float
     """Seconds since the broker started."""
@@ -72,12 +73,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Estimated seconds for the remaining steps."""
 
     step: int
-    """Steps that the learner has consumed."""
+    """Policy step: number of batches that the learner has consumed."""
     max_steps: int
     delivered: int
     """Batches handed to the learner."""
     durable: int
-    """Steps in the learner's newest checkpoint."""
+    """Policy step of the learner's newest checkpoint."""
     replays: dict[str, int]
     reward: float | None
     """Mean reward of the newest recorded step; None before the first."""
@@ -330,7 +331,8 @@ HOLDER_FIGURES = ("groups", "samples", "scoring", "tool", "tokens", "for_s")
 
 
 class Bottleneck:
-    """What delays the next batch: which groups, where their stragglers are, and which leases have missed renewals.
+    """Cause of delay of the next batch: the groups it waits for, where their stragglers are, and which leases have
+    missed renewals. Computed from the broker's context at one moment.
 
     Computed from the broker's context at one moment.
     """

@@ -1,4 +1,4 @@
-"""What all launchers share: resources and commands of a run's parts, and the interface to submit and operate a run."""
+"""Common to all launchers: resources and commands of a run's parts, and the interface to submit and operate a run."""
 
 import os
 import re

@@ -49,7 +49,7 @@ LENGTH_PENALTIES = Registry(
     "length penalty",
     {name: f"april.learner.losses.length:{name}" for name in ("kimi", "alp")},
 )
-"""What is added to rewards for the lengths of a group's responses, before their advantages are made."""
+"""Additions to rewards for the lengths of a group's responses, before the advantages are computed."""
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.advantages:root_ess"})
 """Functions (metrics of an optimizer step) -> factor on the learning rate of that step."""
 DISTILLATIONS = Registry(
@@ -138,7 +138,7 @@ FAULTS = {
     DISTILLATIONS.key: lambda result, arguments: column_fault(result, arguments[0]),
     DIVERGENCES.key: divergence_fault,
 }  # fmt: skip
-"""What is wrong with a part's result, empty if nothing is, by the key that names the part."""
+"""Function that says what is wrong with a part's result, empty if nothing is, by the key that names the part."""
 
 
 def column_fault(found: Any, like: Any) -> str:

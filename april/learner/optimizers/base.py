@@ -41,8 +41,8 @@ class PartOptimizer(ABC):
 
     @abstractmethod
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What a checkpoint keeps of the optimizer for a parameter: tensors of its shape, by name, sharded like it; {}
-        before the first step. After `restore` they are there to load values into."""
+        """State of a parameter that goes into a checkpoint: tensors of its shape, by name, sharded like it; {} before
+        the first step. After `restore` they exist, and values are loaded into them."""
 
     @abstractmethod
     def restore(self, steps: int) -> None:
@@ -76,7 +76,7 @@ class ShardOptimizer(PartOptimizer):
             for parameter in self.parameters
             if local(parameter).numel()
         }
-        """What the inner optimizer steps, by parameter, without those of which this rank holds nothing."""
+        """Shards that the inner optimizer steps, by parameter, without parameters of which this rank holds nothing."""
         self.inner = self.build(list(self.shards.values()), lr, section)
 
     @abstractmethod
@@ -125,7 +125,7 @@ class ShardOptimizer(PartOptimizer):
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What the inner optimizer keeps for this rank's shard of a parameter; {} if it has none."""
+        """State of the inner optimizer for this rank's shard of a parameter; {} if it has none."""
         shard = self.shards.get(parameter)
         return self.inner.state[shard] if shard is not None and shard in self.inner.state else {}
 

@@ -42,7 +42,8 @@ ROUNDED = 0.5
 SMALL = 1e-3
 """Gradients are compared relative to no less than this part of the model's largest."""
 ALIKE = (1e-3, 1e-5)
-"""Relative differences below which a module's values in two passes do not explain how these differ, if others do."""
+"""Relative differences of a module's output in two passes below which the module is not blamed for a difference between
+the passes, if another one can be."""
 TRIED_PARAMETERS = 100_000_000
 """Parameters up to which a model is tried at its true width, which takes 5 s on a core."""
 NO_MEMORY = re.compile(r"(out of|not enough|(n't|not) allocate) memory", re.IGNORECASE)
@@ -72,7 +73,7 @@ def objection(folder: Path, recompute: bool = False, bf16: bool = True) -> str:
 
 
 def place_and_cause(error: Exception) -> str:
-    """What an error says, after the innermost of the model's modules in which it was raised."""
+    """Message of an error, after the innermost of the model's modules in which it was raised."""
     layer = "".join(f"its {kind}: " for kind in layers_of(error)[-1:])
     return f"{layer}{type(error).__name__}: {first_line(error)}"
 
@@ -330,7 +331,7 @@ def depth_of(lm: nn.Module) -> int:
 
 
 def kind_of(layer: nn.Module) -> list:
-    """What layers of a kind have in common: classes and switches of their modules, but not their place."""
+    """Properties that layers of the same kind share: classes and switches of their modules, but not their place."""
     return [
         (name, type(module), key, value)
         for name, module in layer.named_modules()

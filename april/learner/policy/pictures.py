@@ -52,7 +52,8 @@ def noise(side: int, rows: int, tokens: int) -> bytes:
 
 
 def inputs_of(lm: nn.Module, sequence: Tensor) -> dict[str, Any]:
-    """What transformers' model is passed beside a sequence's token ids [T]: all but the last, as the ids are."""
+    """Arguments of transformers' model for the images of a sequence of token ids [T], without the last token, as the
+    model gets the ids."""
     images = images_of(lm, sequence)
     if not images:
         return {}

@@ -80,7 +80,7 @@ class SampleIndex:
         """Reason why a step's file cannot be read, by step."""
         self.lock = threading.Lock()
         self._read: dict[int, tuple[FileVersion, int, int]] = {}
-        """By step: the version of its file that was read, its first row and the end of its rows."""
+        """Files that were read, by step: version of the file, its first row, and the end of its rows."""
         self._pending_files: list[tuple[int, Path]] = []
         self.steps_kept = 0
 

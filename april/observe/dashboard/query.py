@@ -79,7 +79,7 @@ def number(key: str, value: str) -> float:
 
 
 def integer(key: str, value: str) -> int:
-    """The whole number that `value` says, at most MAX_INTEGER either way. Raises ConfigError."""
+    """Parse `value` as a whole number from -MAX_INTEGER to MAX_INTEGER. Raises ConfigError."""
     found = number(key, value)
     if abs(found) > MAX_INTEGER:
         raise ConfigError(f"filter {key!r} = {clip(value, SHOWN)!r} is beyond {MAX_INTEGER}; give a smaller number")

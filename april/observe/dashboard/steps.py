@@ -270,7 +270,7 @@ class Draws:
     rewards: np.ndarray
     """Mean rewards."""
     first_rows: np.ndarray
-    """Row of one of the samples."""
+    """Row, in the sample index, of one of the entry's samples."""
 
 
 def rewards_by_draw(index: SampleIndex) -> Draws:
@@ -287,7 +287,8 @@ def rewards_by_draw(index: SampleIndex) -> Draws:
 
 
 def nearest_steps(of_a: Draws, of_b: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """For each prompt in both: the entry of either whose steps are nearest to each other, the newest of equals."""
+    """Entries of each prompt that is in both: the pair whose steps are nearest to each other, and the newest of equally
+    near ones."""
     shared = np.intersect1d(of_a.prompts, of_b.prompts)
     rows_a, rows_b = np.flatnonzero(np.isin(of_a.prompts, shared)), np.flatnonzero(np.isin(of_b.prompts, shared))
     numbers_a, numbers_b = (np.searchsorted(shared, d.prompts[r]) for d, r in ((of_a, rows_a), (of_b, rows_b)))

@@ -157,7 +157,7 @@ def accuracy(run: RunFolder) -> str:
 
 
 def measure_of(points: list[dict]) -> str:
-    """What the figures of evaluations are: accuracy if it is known which responses were correct, otherwise reward."""
+    """Measure of evaluations: accuracy if it is known which responses were correct, otherwise reward."""
     return held_out_score(points[-1])[0] if points else "accuracy"
 
 
@@ -174,8 +174,8 @@ def first_to_last_of(points: list[dict]) -> str:
 
 
 def evaluation_cost(run: RunFolder) -> str:
-    """What evaluations on one version each have cost: free slots of workers that put newer weights off, and prompts of
-    all evaluations that were left out because no worker had the version any more."""
+    """Cost of evaluations that are bound to one version: free slots of workers that put newer weights off, and prompts
+    of all evaluations that were left out because no worker had the version any more."""
     results = run.summary.get("evaluation") or []
     slot_s = sum(result.get("held_slot_s") or 0 for result in results)
     scored = [each for result in results for each in (result.get("sets") or {"": result}).values()]

@@ -23,7 +23,7 @@ Span = tuple[float, float]
 
 @dataclass
 class WorkerTrack:
-    """What one worker did over time, in seconds on the clock of its events."""
+    """Activities of one worker over time, in seconds on the clock of its events."""
 
     worker: str
     spans: dict[str, list[Span]] = field(default_factory=dict)
@@ -128,7 +128,7 @@ ACTIVITIES = {
     "wait-weights": "waits: weights are sent",
     "wait-else": "waits: broker, scores",
 }
-"""What is said of a worker's activity, by kind of span."""
+"""Text about a worker's activity, by kind of span."""
 WAITS = [kind for kind in ACTIVITIES if kind.startswith("wait")]
 
 
@@ -150,7 +150,7 @@ class Timeline:
         return max(1e-3, *(event["end"] for event in self.events), *(at_s for _, at_s in self.steps))
 
     def tracks(self, resolution: float = math.inf) -> list[WorkerTrack]:
-        """What each worker did and waited for, over the whole run."""
+        """Activities and waits of each worker over the whole run."""
         tracks = worker_tracks(self.events, 0.0, self.end_s, resolution)
         add_idle_spans(tracks, self.learner, 0.0, self.end_s)
         return tracks
@@ -207,8 +207,8 @@ def add_idle_spans(tracks: list[WorkerTrack], learner: list[Span], begin_s: floa
 def learner_waits(
     tracks: list[WorkerTrack], learner: list[Span], begin_s: float, end_s: float
 ) -> dict[str, list[Span]]:
-    """What the learner waits for while it does not train: for the workers while one of them generates, otherwise for
-    the broker or for scores."""
+    """Spans in which the learner does not train, by kind: it waits for the workers while one of them generates,
+    otherwise for the broker or for scores."""
     idle = subtract([(begin_s, end_s)], learner)
     generating = merge_spans([span for track in tracks for span in track.spans.get("generate", [])], 0.0)
     waits = {"wait-others": intersect(idle, generating), "wait-else": subtract(idle, generating)}

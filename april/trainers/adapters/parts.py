@@ -1,4 +1,4 @@
-"""What the adapters share: a run in the hands of another framework's trainer, its options, groups and checkpoints."""
+"""Common to the adapters: a run in the hands of another framework's trainer, its options, groups and checkpoints."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -84,7 +84,7 @@ def connect_checked(
     check: Callable[[Config], None],
     overrides: Mapping[str, Any] | None = None,
 ) -> Rollouts:
-    """As `april.connect`; the connection is closed again if `check` raises ConfigError."""
+    """Connect as `april.connect` does, and close the connection again if `check` raises ConfigError."""
     connected = rollouts.connect(config, checkpoint, run, overrides)
     try:
         check(connected.config)

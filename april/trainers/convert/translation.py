@@ -240,11 +240,11 @@ class Translation:
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """(value, names of the options from which it follows) of each configuration key of April."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """By option that does not change what is learned: the reason."""
+    """Options that do not change what is learned, with the reason."""
     unsupported: dict[str, str] = field(default_factory=dict)
-    """By option that cannot be translated, so that April's run would differ: the reason."""
+    """Options that cannot be translated, so that April's run would differ, with the reason."""
     undecided: dict[str, str] = field(default_factory=dict)
-    """By option that was not understood, or by key that the user has to set: the reason."""
+    """Options that were not understood, and keys that the user has to set, with the reason."""
 
     def __post_init__(self) -> None:
         for name, why in self.options.unreadable.items():

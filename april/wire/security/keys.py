@@ -19,7 +19,7 @@ RUN_KEYS = "keys"
 ROLES = ("worker", "scorer", "agents", "learner", "monitor")
 KEY_CHARACTERS = 40
 WITHOUT_MODES = "give another 'run.dir', or a folder that `april keygen` has made elsewhere"
-"""What to do where a file system keeps no file modes, such as a drive of Windows under WSL, CIFS or FUSE."""
+"""Fix for a file system that keeps no file modes, such as a drive of Windows under WSL, CIFS or FUSE."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ def is_loopback(host: str) -> bool:
 
 
 def objection(hosts: Sequence[str], origins: Sequence[str], names: Collection[str] | None) -> str:
-    """Why a request gets no answer; "" if it gets one. `hosts`, `origins`: values of its headers Host and Origin.
-    `names`: the server's host names; None: any, for a request with a secret that no page has."""
+    """Reason to refuse a request; "" if it is allowed. `hosts`, `origins`: values of its headers Host and Origin.
+    `names`: the server's host names; None: any name, for a request with a secret that no web page knows."""
     for host in hosts:
         name = re.sub(r":\d*$", "", host).lower().rstrip(".")
         if names is not None and name not in names and name != "localhost" and not is_address(name):

@@ -1,5 +1,5 @@
-"""What every socket needs: multipart messages with little Python per frame, the broker's address, and the address of
-this machine on the route to another host.
+"""Common to all sockets: multipart messages with little Python per frame, the broker's address, and the address of this
+machine on the route to another host.
 
 pyzmq's `send_multipart` and `recv_multipart` do enum arithmetic and read a socket option for every frame, which takes
 longer than everything else for a small message.

@@ -64,7 +64,7 @@ class Request:
     images: tuple[bytes, ...] = ()
     """The images of the tokens as PNG files (`april.data.images`), in the order of their placeholders."""
     image_starts: tuple[int, ...] = ()
-    """Of each image, the index of the first token that may be a placeholder of it; empty: 0 for all. An image takes the
+    """Index, for each image, of the first token that may be a placeholder of it; empty: 0 for all. An image takes the
     first placeholders from there on that the image before it has left. All others were sampled, and are text."""
 
 

@@ -21,7 +21,7 @@ from april.workers.environments.process import (
 )
 
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What a turn that was cut within a character ends with."""
+"""Last character of a turn that was cut within a character."""
 
 
 @dataclass(frozen=True, eq=False)

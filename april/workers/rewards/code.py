@@ -164,7 +164,7 @@ def owner_in(columns: dict) -> str:
 
 
 def named_in(columns: dict) -> str:
-    """What columns, or their metadata, name as the function under test."""
+    """Name of the function under test, as the columns or their metadata give it; empty without one."""
     metadata = columns.get("metadata") or {}
     metadata = parsed(metadata) if isinstance(metadata, str) else metadata
     named = (str(place[key]) for place in (columns, metadata) for key in FUNCTION_KEYS if place.get(key))

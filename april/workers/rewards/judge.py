@@ -16,7 +16,7 @@ from typing import Any
 from april.workers.rewards.plain_values import error_named, pack, receive, send, unpack
 
 OWN, ANSWER, DERIVED = "own", "answer", "derived"
-"""Where a handle is from: a class of the program that the label calls; a result; an operator with a plain value."""
+"""Origin of a handle: a class of the program that the label calls; a result; an operator with a plain value."""
 ERRORS = {"JSONDecodeError": "json", "InvalidOperation": "decimal", "FrozenInstanceError": "dataclasses",
           "Empty": "queue", "Full": "queue", "StatisticsError": "statistics"}  # fmt: skip
 """Exceptions of the standard library that are the judge's own: name -> module."""
@@ -202,7 +202,7 @@ def both(node):
 
 
 def caught(node):
-    """What a test catches, or a tuple of it, with what stands for each name of STOPPED in it."""
+    """Syntax tree of the exceptions that a test catches, with the stand-in of each name of STOPPED added."""
     kinds = [each for element in (node.elts if isinstance(node, ast.Tuple) else [node]) for each in both(element)]
     return kinds[0] if len(kinds) == 1 else ast.Tuple(kinds, ast.Load())
 

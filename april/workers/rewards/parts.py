@@ -38,8 +38,8 @@ def scored_in_batches(verifier: str, rules: RewardRules) -> bool:
 
 
 def joined(columns: Mapping[str, Sequence[Score]], items: Sequence[Item]) -> list[Score]:
-    """One score for each item, from the scores that each of `asked_verifiers` gave: of the response's own verifier,
-    with the parts as details. Where one is an error, so is the score."""
+    """One score for each item, from the scores that each of `asked_verifiers` gave: that of the response's own
+    verifier, with the parts as details; an error if any of them is one."""
     own = columns.get("") or [Score(item.key, 0.0) for item in items]
     given = {name: scores for name, scores in columns.items() if name}
     return [

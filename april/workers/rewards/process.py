@@ -255,7 +255,7 @@ def score_objection(reward: object, details: Mapping[str, object]) -> str:
 
 
 def token_score_objection(score: Score, item: Item, rules: RewardRules) -> str:
-    """What is wrong with the token scores of a response; empty if nothing is."""
+    """Fault in the token scores of a response; empty if there is none."""
     if score.token_scores and rules.has_sessions:
         return "returned token scores, which sessions of agents do not have"
     if len(score.token_scores) > MAX_TOKEN_SCORES:

@@ -20,7 +20,7 @@ OPERATIONS: dict[str, Any] = {
     "call": lambda function, /, *arguments, **named: function(*arguments, **named),
     "await": lambda awaitable: __import__("asyncio").run(awaited(awaitable)),
 }
-"""What a judge can do with an object of the program: name -> function."""
+"""Operations of a judge on an object of the program: name -> function."""
 
 
 async def awaited(awaitable):
@@ -58,7 +58,7 @@ class ProgramSide:
         self.numbers: dict[int, int] = {}
 
     def serve(self):
-        """Answer questions until the judge ends."""
+        """Answer the judge's questions until the judge closes the channel."""
         while True:
             try:
                 question = receive(self.questions)

@@ -77,7 +77,7 @@ def flow(node: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
 
 
 def operands_of(node: ast.AST) -> list[ast.expr]:
-    """What an assertion compares."""
+    """Operands that an assertion compares."""
     if isinstance(node, ast.Call):
         return node.args if is_assertion_call(node) else []
     if not isinstance(node, ast.Assert):

@@ -46,7 +46,8 @@ class LabelPlan(NamedTuple):
     names: list[str]
     """The program's names that the tests use."""
     needed: list[str]
-    """Those of them that are also built-ins or in the standard library: no other function may stand in."""
+    """Names among `names` that are also built-ins or in the standard library: no other function may stand in for the
+    program's."""
     members: list[str]
     """Names of modules that stand for the member of that name, as in `datetime(2024, 1, 1)`."""
     libraries: dict[str, str]
@@ -346,7 +347,7 @@ class LabelReader:
     # --- refusals -----------------------------------------------------------------------------------------------
 
     def shape(self) -> str:
-        """What a label is that asserts nothing."""
+        """Description of a label that asserts nothing."""
         functions = [node for node in self.defined.values() if isinstance(node, Function)]
         waiting = [node for node in functions if node.args.args and self.asserts(node.body, set())]
         if waiting and not self.entry_point:

@@ -119,7 +119,8 @@ def unbound_names(tree: ast.AST) -> set[str]:
 
 
 def header(names: set[str]) -> dict[str, object]:
-    """Those of the names that stand for a module of the standard library, or for something in a module of HEADER."""
+    """The `names` that stand for a module of the standard library, or for something in a module of HEADER, with their
+    values."""
     found: dict[str, object] = {}
     for name in names:
         if name in sys.stdlib_module_names and not name.startswith("_") and name not in ("this", "antigravity"):

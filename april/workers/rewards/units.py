@@ -16,11 +16,11 @@ class Measured(NamedTuple):
 
     value: str
     factor: Fraction
-    """How many base units the unit is."""
+    """Size of the unit in base units."""
     dimension: frozenset[tuple[str, int]]
     """(quantity, exponent) of the unit; empty for what is only counted."""
     counted: frozenset[str] = frozenset()
-    """What is counted, such as apples."""
+    """Words for the things counted, such as apples."""
     certain: bool = True
     """False for a letter that may as well be a variable, as in 3s."""
 
@@ -160,7 +160,7 @@ SPELLINGS = (
 
 @lru_cache(maxsize=10_000)
 def measured(answer: str) -> Measured | None:
-    """An answer and its unit; None where it has none that is known."""
+    """An answer divided into its value and unit; None if it has no known unit."""
     answer = answer.strip().rstrip(".").strip()
     if len(answer) > LONGEST:
         return None

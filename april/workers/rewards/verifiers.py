@@ -159,7 +159,7 @@ def state_of(item: Item) -> Any:
 
 
 def row_prompt_of(item: Item) -> str | list[dict[str, Any]]:
-    """The prompt as the row has it, a text or chat messages; the prompt's text where the row's is unknown."""
+    """The prompt as the row has it, a text or chat messages; if the row's is not known, the prompt's text."""
     return msgspec.json.decode(item.row_prompt) if item.row_prompt else item.prompt
 
 

@@ -25,8 +25,8 @@ STACKED = {
     "mlp.experts.gate_up_proj": ("linear_fc1", ("gate_proj", "up_proj")),
     "mlp.experts.down_proj": ("linear_fc2", ("down_proj",)),
 }
-"""By suffix of a stacked expert tensor in the Hugging Face model: name of the linear layer in Megatron's experts, and
-the projections stacked in the tensor."""
+"""Stacked expert tensors by the suffix of their name in the Hugging Face model: name of the linear layer in Megatron's
+experts, and the projections stacked in the tensor."""
 
 
 def mapped_tensors(model: nn.Module, lm: nn.Module, layout: ParallelLayout) -> Iterator[MappedTensor]:

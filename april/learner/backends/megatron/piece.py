@@ -92,7 +92,7 @@ def read_local_parts(
 
 @dataclass(frozen=True, eq=False)
 class StackedExperts(MappedTensor):
-    """One projection of all experts, or two stacked; the parameters are those of this rank's experts.
+    """One or two stacked projections of all experts; the parameters are those of this rank's experts.
 
     If every expert is split over the ranks, the ranks exchange shards so that each has some experts whole.
     """

@@ -81,7 +81,7 @@ class TorchEngine:
         self._awaiting_prefill: list[int] = []
         """Running slots whose context is not in the KV cache."""
         self._cache_full = False
-        """Whether some of them wait for room in the cache, before which nothing is admitted."""
+        """Whether some of the running slots wait for room in the cache; no request is admitted before they have it."""
         self._pre_swap_chunks: list[Chunk] = []
         """Chunks of the old version, taken when weights changed; returned by the next step."""
         self._failures: list[tuple[int, str]] = []

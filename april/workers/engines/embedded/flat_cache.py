@@ -95,7 +95,7 @@ class Rows:
 
     shape: DecoderShape
     keys_values: list[Tensor]
-    """Of each layer: [tokens, 2 * kv_heads, head_dim]."""
+    """Keys and values of each layer: [tokens, 2 * kv_heads, head_dim]."""
     write_index: Tensor
     """Cache positions, int64 [T], where the keys and values of each new token are stored."""
     query_starts: Tensor
@@ -130,7 +130,8 @@ class Rows:
 
 
 def attend_flash(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
-    """One call for all rows. `queries`: [T, heads, head_dim]; `keys`, `values`: [tokens, kv_heads, head_dim].
+    """Attention of all rows in one call of FlashAttention. `queries`: [T, heads, head_dim]; `keys`, `values`: [tokens,
+    kv_heads, head_dim].
 
     In a decode step the heads that share a key head read it together: many rows give them as queries of one head, with
     few rows the kernel does so itself and splits their keys among multiprocessors.
@@ -186,7 +187,7 @@ class FlatCache:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         """Graph of a decode step, by its number of rows."""
         self._logits = torch.empty(0, shape.vocabulary, dtype=torch.float32, device=device)
-        """Where graphs leave their logits: float32 [rows, vocabulary], allocated with the cache."""
+        """Logits that CUDA graphs compute: float32 [rows, vocabulary], allocated with the cache."""
         self._decoder: Decoder | None = None
         """The decoder that the graphs run."""
 

@@ -102,7 +102,7 @@ class TransformersEngine(InProcessEngine):
         return text.vocab_size, getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT
 
     def expected_tensors(self, config: Config) -> tuple[dict[str, tuple[int, ...]], bool]:
-        """None: transformers knows them, and the machine may have no weights."""
+        """No tensors: only transformers knows the names and shapes, and the machine may have no weights."""
         return {}, False
 
     @property
@@ -333,13 +333,13 @@ class CachedBatch:
     inputs: dict[str, Any]
     """Keyword arguments of transformers' model, cache included."""
     images: ImageInputs | None = None
-    """What reads the requests' images; None for a model that takes none."""
+    """Reader of the requests' images; None for a model that takes none."""
     ids: Tensor | None = None
     """int64 [n, L]: the contexts; None before the prefill."""
 
     @property
     def cache(self) -> Cache | None:
-        """None before the prefill, and for a model whose state is none of transformers' caches."""
+        """The batch's cache; None before the prefill, and for a model whose state is none of transformers' caches."""
         return next((value for value in self.inputs.values() if isinstance(value, Cache)), None)
 
     def keep(self, live: set[RunningRequest]) -> None:
