@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from april import wire
+from april.wire.image_parts import image_parts
 from april.wire.rows import ReportRow, padded, read_rows
 from april.wire.sockets.broker import BrokerConnection, BrokerUnreachable
 from april.workers.reports import Reports
@@ -24,8 +25,6 @@ from april.workers.reports import Reports
 log = logging.getLogger(__name__)
 
 POLL_MS = 50
-PART_BYTES = 2 << 20
-"""Most bytes of an image in one message."""
 RowWithPayload = tuple[ReportRow, bytes]
 """A report row and its payload."""
 
@@ -158,9 +157,8 @@ class BrokerLink(threading.Thread):
 
     def _send_image(self, name: str) -> None:
         png, _ = self.images[name]
-        for start in range(0, len(png), PART_BYTES):
-            part = np.frombuffer(png[start : start + PART_BYTES], np.uint8)
-            self.connection.send(wire.KeepImage(name, start, len(png)), [part])
+        for part, arrays in image_parts(name, png):
+            self.connection.send(part, arrays)
 
     def _answer_images(self, fault: str, names: Sequence[str] | None = None) -> None:
         """Tell those that wait for these images, or for any, that they are kept (""), or why not."""

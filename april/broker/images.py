@@ -1,23 +1,24 @@
 """The images of a run's prompts and sessions: a file each in the run folder, named by the sha256 of its content.
 
 A file is on disk before the journal record that names it; records hold names, never pixels. Files that nothing names
-are removed after the journal has reclaimed space, and after a start; those that an agents process has brought, once a
-turn has had time to name them.
+are removed after the journal has reclaimed space, and after a start; those that a peer has brought, once a turn or a
+submitted prompt has had time to name them.
 """
 
 import contextlib
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from april.broker.journal.files import Damaged
-from april.data.images import name_of
+from april.data.images import PNG_HEAD_BYTES, name_of, png_size
 from april.util.files import sync
 
 FOLDER, SUFFIX, TEMPORARY = "images", ".png", ".tmp"
 PIN_S = 600.0
-"""Least time that an image is kept for a turn that will name it, seconds."""
+"""Least time that an image is kept for a turn or a prompt that will name it, seconds."""
 
 
 class DamagedImage(Damaged):
@@ -84,12 +85,20 @@ class ImageStore:
         self._kept.discard(name)
         raise DamagedImage(self._path(name))
 
+    def size(self, name: str) -> tuple[int, int]:
+        """(height, width) of an image in pixels, from the head of its file. Raises DamagedImage as `read`."""
+        with contextlib.suppress(FileNotFoundError, struct.error), self._path(name).open("rb") as file:
+            return png_size(file.read(PNG_HEAD_BYTES))
+        self._kept.discard(name)
+        raise DamagedImage(self._path(name))
+
     def pin(self, name: str) -> None:
         """Keep an image for at least PIN_S, also if nothing names it."""
         self._pinned.add(name)
 
     def pin_all(self) -> None:
-        """Pin the files of an earlier broker, some of which may have been brought for turns that will name them."""
+        """Pin the files of an earlier broker, some of which may have been brought for turns or prompts that will name
+        them."""
         self._pinned |= self._kept
 
     def reclaim(self, named: Callable[[], Iterable[str]], position: int, synced: int, now: float) -> None:

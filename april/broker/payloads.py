@@ -37,7 +37,7 @@ class Payloads:
         self.journal = journal
         self.prompts = prompts
         self.images = prompts.image_store or ImageStore(config.run_dir)
-        if config.agent.is_set:
+        if config.agent.is_set or config.data.source == "submitted":
             self.images.pin_all()
         self.default_reward = config.reward.name
         """Name of the verifier for rows that name none."""

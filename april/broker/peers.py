@@ -118,7 +118,7 @@ class Peer:
     address: str = ""
     """Base URL of an agents process's API."""
     image: tuple[str, bytearray] = field(default_factory=lambda: ("", bytearray()))
-    """The image of which an agents process has brought the first parts: its name, and the bytes so far."""
+    """The image of which the peer has brought the first parts: its name, and the bytes so far."""
     started: bool = False
     """Whether a learner has said which checkpoint it holds."""
     sent_bytes: int = 0

@@ -12,6 +12,7 @@ import numpy as np
 from april import wire
 from april.broker.image_preparation import PROMPTS_AHEAD, ImagePreparation
 from april.broker.images import ImageStore
+from april.broker.journal.files import Damaged
 from april.broker.ledger.events import Event, EventArray, PromptSubmitted
 from april.broker.ledger.ledger import Ledger
 from april.broker.samplers.draws import SampledOrder, draws_in_order
@@ -20,9 +21,11 @@ from april.config.algorithms import algorithm_of
 from april.config.evaluation import EvaluationSet
 from april.config.teachers import teacher_of
 from april.data.dataset import Dataset, load_dataset
+from april.data.images import NO_IMAGES, PROMPT_IMAGES
 from april.data.rows import BadRow, DatasetRow, checked_label, checked_reward, hinted_prompt
 from april.data.tokenizer import Tokenizer
 from april.util.errors import refuse
+from april.wire.limits import clip
 
 log = logging.getLogger(__name__)
 
@@ -318,6 +321,8 @@ class PromptBook:
 
 SUBMITTED_CACHED = 64
 """Number of submitted prompts that are kept in memory after they are read from the journal."""
+IMAGES_CACHED = 16_384
+"""Number of submitted images whose numbers of tokens are kept in memory."""
 
 
 class SubmittedPrompts(PromptBook):
@@ -336,6 +341,7 @@ class SubmittedPrompts(PromptBook):
         self.fingerprint = "submitted"
         self._allowed = config.reward.allowed
         self._largest_id = (config.vocabulary or 1 << 31) - 1
+        self._tokens_of = lru_cache(maxsize=IMAGES_CACHED)(self._image_tokens)
 
     def bind(self, ledger: Ledger, read: ReadBack) -> None:
         self._ledger = ledger
@@ -357,6 +363,9 @@ class SubmittedPrompts(PromptBook):
 
     def submission(self, row: int) -> tuple[int, bytes]:
         return row, self._prompt(row).extra
+
+    def keep_images(self, evaluation: bool, epoch: int, row: int) -> list[str]:
+        return super().keep_images(evaluation, epoch, row) if evaluation else self._prompt(row).images
 
     def _prompt(self, number: int) -> PromptSubmitted:
         event, _ = self._read(number)
@@ -384,13 +393,37 @@ class SubmittedPrompts(PromptBook):
             checked_label(prompt.label, "label")
             checked_reward(prompt.reward or None, self._allowed)
         ends = np.cumsum(lengths, dtype=np.int64).tolist()
+        tokens = [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        for prompt, own in zip(message.prompts, tokens, strict=True):
+            if prompt.images:
+                self._check_images(prompt.images, own)
         return (
-            (
-                PromptSubmitted(number, prompt.label, prompt.reward, prompt.extra),
-                ids[end - prompt.prompt_tokens : end].tobytes(),
-            )
-            for number, (prompt, end) in enumerate(zip(message.prompts, ends, strict=True), message.first)
+            (PromptSubmitted(number, prompt.label, prompt.reward, prompt.extra, prompt.images), own.tobytes())
+            for number, (prompt, own) in enumerate(zip(message.prompts, tokens, strict=True), message.first)
         )
+
+    def _check_images(self, names: list[str], ids: np.ndarray) -> None:
+        """Raises BadRow unless the images are on disk, and `ids`, int32 [P], has as many placeholders as they take."""
+        if self._config.teacher:
+            raise BadRow("a prompt has images, which a teacher is not shown; leave [teacher] out, or the images")
+        if len(names) > PROMPT_IMAGES:
+            raise BadRow(f"a prompt has {len(names)} images, more than {PROMPT_IMAGES}")
+        if missing := [name for name in names if not self.image_store or name not in self.image_store]:
+            raise BadRow(f"a prompt names image {clip(missing[0])!r}, which the broker does not have; bring it first")
+        rule = self.tokenizer.image_rule
+        if rule is None:
+            raise BadRow(NO_IMAGES)
+        wanted, found = sum(map(self._tokens_of, names)), int((ids == rule.token_id).sum())
+        if wanted != found:
+            raise BadRow(f"a prompt's images take {wanted} tokens, and it has {found} of their placeholders")
+
+    def _image_tokens(self, name: str) -> int:
+        """Number of tokens of an image that the broker has kept. Raises BadRow for a file that cannot be read."""
+        assert self.image_store and self.tokenizer.image_rule
+        try:
+            return self.tokenizer.image_rule.tokens(*self.image_store.size(name))
+        except Damaged as error:
+            raise BadRow(f"{error}, or bring it again") from None
 
 
 def draws_of(section: ScheduleSection, prompts: PromptBook) -> SampledOrder | None:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import math
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,12 @@ ASPECT_RATIO = 200
 """Most times that a picture may be longer than it is wide, or wider than long; that of Qwen's image processors."""
 PNG_BYTES = 64 << 20
 """Largest prepared file (bytes)."""
+PNG_HEAD_BYTES = 24
+"""Bytes of a PNG file up to the end of its size."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are decoded, as Pillow names them; of an animation the first frame counts."""
+TIFF_MODES = ("CMYK", "YCbCr", "LAB")
+"""Modes of Pillow's images that a PNG does not have, and a TIFF does."""
 NO_IMAGES = "the policy takes no images"
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 """Image processors whose rule of sizes `ImageRule` follows: those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
@@ -150,6 +155,12 @@ def name_of(png: bytes) -> str:
     return hashlib.sha256(png).hexdigest()
 
 
+def png_size(head: bytes) -> tuple[int, int]:
+    """(height, width) in pixels, from the first `PNG_HEAD_BYTES` of a PNG file. Raises struct.error for fewer bytes."""
+    width, height = struct.unpack_from(">II", head, PNG_HEAD_BYTES - 8)
+    return height, width
+
+
 def decoded(source: bytes) -> Any:
     """The Pillow image, upright and RGB. Raises BadRow."""
     image_module = pillow()
@@ -174,6 +185,24 @@ def decoded(source: bytes) -> Any:
         raise BadRow(
             f"an image of {len(source):,} bytes cannot be decoded ({first_line(error)}); give {', '.join(FORMATS)}"
         ) from None
+
+
+def file_of(image: Any) -> bytes:
+    """The lossless file of an image of Pillow, upright by its EXIF data; b"" for anything else. Raises BadRow for one
+    that cannot be stored."""
+    if not isinstance(image, pillow().Image):
+        return b""
+    from PIL import ImageOps
+
+    file = io.BytesIO()
+    try:
+        upright = ImageOps.exif_transpose(image)
+        upright.save(file, "TIFF" if upright.mode in TIFF_MODES else "PNG")
+    except Exception as error:  # what Pillow raises of an image in memory has no bounds
+        raise BadRow(
+            f"an image of mode {image.mode!r} cannot be stored ({first_line(error)}); convert it to RGB"
+        ) from None
+    return file.getvalue()
 
 
 def pillow() -> Any:

@@ -2,8 +2,8 @@
 messages as parts that name each by its content.
 
 A record has them in a column (`data.images_key`), with an `<image>` marker in the prompt for each, or in the parts of
-its messages. Each is a path, the bytes of a file, an object with bytes or path as the `datasets` library writes it, or
-a data: URL.
+its messages. Each is a path, the bytes of a file, an object with bytes or path as the `datasets` library writes it, a
+data: URL or, from a program, an image of Pillow.
 """
 
 import base64
@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from april.config.data import Mapping
-from april.data.images import PROMPT_IMAGES, SOURCE_BYTES
+from april.data.images import PROMPT_IMAGES, SOURCE_BYTES, file_of
 from april.data.rows import MISSING, BadRow, DatasetRow, RowImage, excerpt, value_at
 
 MARKER = "<image>"
@@ -122,6 +122,8 @@ def image_at(given: Any, folder: Path, store: Callable[[bytes], RowImage]) -> Ro
         given = next((given[key] for key in ("bytes", "path", "url") if given.get(key) is not None), None)
     if isinstance(given, bytes):
         return store(given)
+    if not isinstance(given, str) and (file := file_of(given)):
+        return store(file)
     if not isinstance(given, str) or not given:
         raise BadRow(f"an image is given as {excerpt(given)}; give a path, the bytes of its file, or a data: URL")
     if given.startswith(DATA_URL):
@@ -140,7 +142,8 @@ def file_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise BadRow(
-            f"image {str(path)!r} cannot be read ({error.strerror}); paths begin at the dataset's file"
+            f"image {str(path)!r} cannot be read ({error.strerror}); paths begin at the dataset's file, and those of "
+            "submitted prompts at the trainer's working folder"
         ) from None
 
 

@@ -17,6 +17,7 @@ from april import wire
 from april.data.support import Support
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
 from april.util.pulse import MAIN
+from april.wire.image_parts import image_parts
 from april.wire.security.keys import Keys
 from april.wire.sockets.broker import BrokerConnection, BrokerRefused, BrokerUnreachable
 
@@ -30,8 +31,16 @@ class PendingRequest:
     message: wire.Message
     is_complete: Callable[[list[wire.Received]], bool]
     arrays: Sequence[np.ndarray] = ()
+    ahead: Sequence[tuple[wire.Message, Sequence[np.ndarray]]] = ()
+    """Messages, with their arrays, that are sent before it and get no answer."""
     answers: list[wire.Received] = field(default_factory=list)
     future: Future = field(default_factory=Future)
+
+    def send(self, connection: BrokerConnection) -> int:
+        """Send the request; returns the sequence number of its answer."""
+        for message, arrays in self.ahead:
+            connection.send(message, arrays)
+        return connection.send(self.message, self.arrays)
 
 
 class BrokerSource:
@@ -105,8 +114,16 @@ class BrokerSource:
                 raise BrokerRefused(f"the broker cannot read image {lost[0]} of a group; restore it from a copy")
         return found
 
-    def submit(self, first: int, prompts: list[wire.Submission], ids: np.ndarray) -> int:
-        """Submit prompts numbered from `first`, their int32 ids concatenated; returns the number submitted so far."""
+    def submit(
+        self, first: int, prompts: list[wire.Submission], ids: np.ndarray, images: Mapping[str, bytes] | None = None
+    ) -> int:
+        """Submit prompts numbered from `first`, their int32 ids concatenated; returns the number submitted so far.
+        `images`: the files of the prompts' images by name, which are brought first. Raises BrokerRefused."""
+        for name, png in (images or {}).items():
+            *ahead, (last, arrays) = image_parts(name, png)
+            [answer] = self._ask(last, arrays=arrays, ahead=ahead)
+            if answer.message.fault:
+                raise BrokerRefused(f"the broker does not keep image {name} of a prompt: {answer.message.fault}")
         [answer] = self._ask(wire.Submit(first, prompts), arrays=[ids])
         return answer.message.count
 
@@ -137,13 +154,14 @@ class BrokerSource:
         message: wire.Message,
         is_complete: Callable[[list[wire.Received]], bool] = lambda answers: True,
         arrays: Sequence[np.ndarray] = (),
+        ahead: Sequence[tuple[wire.Message, Sequence[np.ndarray]]] = (),
     ) -> list[wire.Received]:
-        """Send a request and wait for all messages of its answer.
+        """Send a request, after the messages `ahead`, and wait for all messages of its answer.
 
         A broker that cannot write answers `Finished` to any request once the run is over. A report is not on disk then,
         and the next learner says by its checkpoint what its weights contain. Raises BrokerRefused or BrokerUnreachable.
         """
-        request = PendingRequest(message, is_complete, arrays)
+        request = PendingRequest(message, is_complete, arrays, ahead)
         self._inbox.put(request)
         self._wake()
         while not request.future.done() and self._thread.is_alive():
@@ -154,7 +172,8 @@ class BrokerSource:
         answers = request.future.result(timeout=0)
         if isinstance(answers[0].message, wire.Refused):
             raise BrokerRefused(f"the broker refuses: {answers[0].message.reason}")
-        if isinstance(answers[0].message, wire.Finished) and isinstance(message, wire.StartLearner | wire.Submit):
+        needs_more = isinstance(message, wire.StartLearner | wire.KeepImage | wire.Submit)
+        if isinstance(answers[0].message, wire.Finished) and needs_more:
             self.close()
             raise BrokerUnreachable(f"the broker, which cannot write, has ended the run: {answers[0].message.reason}")
         return answers
@@ -187,7 +206,7 @@ class BrokerSource:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_reader, 4096)
         for new in self._take_new():
-            pending[self.connection.send(new.message, new.arrays)] = new
+            pending[new.send(self.connection)] = new
         for received in self.connection.receive(POLL_MS):
             if self.connection.is_disowned(received):
                 return self._resend_all(pending)
@@ -206,7 +225,7 @@ class BrokerSource:
         pending.clear()
         for request in requests:
             request.answers.clear()
-            pending[self.connection.send(request.message, request.arrays)] = request
+            pending[request.send(self.connection)] = request
 
 
 def is_complete(answers: list[wire.Received]) -> bool:

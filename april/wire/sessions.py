@@ -124,8 +124,8 @@ class Images(Message):
 
 
 class KeepImage(Message):
-    """An agents process brings an image that a turn will name, in parts that follow each other. One uint8 array: the
-    bytes of its prepared PNG file from `start` on."""
+    """An agents process brings an image that a turn will name, or the learner one that a prompt will name, in parts
+    that follow each other. One uint8 array: the bytes of its prepared PNG file from `start` on."""
 
     name: Name
     """Sha256 of the file in hex."""
@@ -135,8 +135,8 @@ class KeepImage(Message):
 
 
 class ImageKept(Message):
-    """Answer to the last part of an image: it is on disk, and stays there for at least ten minutes without a turn that
-    names it."""
+    """Answer to the last part of an image: it is on disk, and stays there for at least ten minutes without a turn or a
+    prompt that names it."""
 
     name: str
     fault: str = ""

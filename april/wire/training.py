@@ -86,6 +86,8 @@ class Submission(msgspec.Struct, array_like=True, frozen=True):
     """Name of the prompt's verifier; "" for the run's default verifier."""
     extra: bytes = b""
     """Opaque bytes that are returned with the group."""
+    images: list[Name] = []
+    """Names of the prompt's images, in the order of their placeholders; the broker has kept them (`KeepImage`)."""
 
 
 class Submit(Message):

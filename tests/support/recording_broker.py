@@ -23,7 +23,7 @@ class RecordingBroker:
 
     def __init__(self, steps, frontier=0):
         self.steps, self.frontier, self.calls, self.weights, self.prompts = steps, frontier, [], {}, 0
-        self.leftover, self.metrics = [], []
+        self.leftover, self.metrics, self.images = [], [], {}
 
     def start(self, checkpoint_step):
         self.calls.append(("start", checkpoint_step))
@@ -32,7 +32,8 @@ class RecordingBroker:
     def fetch(self, step):
         return batch_of(step) if step < self.steps else None
 
-    def submit(self, first, prompts, ids):
+    def submit(self, first, prompts, ids, images):
+        self.images |= images
         self.calls.append(("submit", first, [prompt.prompt_tokens for prompt in prompts], ids.tolist()))
         self.prompts = max(self.prompts, first + len(prompts))
         return self.prompts

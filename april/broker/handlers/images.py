@@ -1,4 +1,5 @@
-"""Sends images to workers and the learner, and takes those that agents processes bring for their turns."""
+"""Sends images to workers and the learner, and takes those that agents processes bring for their turns, or the learner
+for the prompts that it submits."""
 
 import re
 from typing import Any

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from april import wire
 from april.broker.context import BrokerContext, MessageTable
 from april.broker.handlers.evaluations import Evaluations
-from april.broker.handlers.images import send_images
+from april.broker.handlers.images import send_images, take_image
 from april.broker.journal.files import Damaged, Unreadable
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.chunk_refs import chunk_refs_in
@@ -100,6 +100,13 @@ class LearnerHandler:
                 submitted = self.ledger.prompts.submitted_count
                 return self._refuse(peer, received, f"prompt {prompt.row} does not follow {submitted} submitted ones")
         self.peers.send(peer, wire.Submitted(self.ledger.prompts.submitted_count), sequence=received.sequence)
+
+    def on_keep_image(self, peer: Peer, received: wire.Received, now: float) -> None:
+        if self._refuses_unstarted(peer, received):
+            return
+        if self.context.config.data.source != "submitted":
+            return self._refuse(peer, received, "this run draws its prompts from files, and takes no images of others")
+        take_image(self, peer, received, now)
 
     def on_fetch(self, peer: Peer, received: wire.Received, now: float) -> None:
         step = received.message.step
@@ -299,6 +306,7 @@ class LearnerHandler:
         wire.BestRequest: on_best_request,
         wire.WeightsWritten: on_weights_written,
         wire.FetchImages: send_images,
+        wire.KeepImage: on_keep_image,
     }
 
 

@@ -23,13 +23,13 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.ledger.batches import LengthCohorts
 from april.broker.ledger.dead_letters import DeadLetterQueue
 from april.broker.ledger.events import RunStarted
+from april.broker.ledger.prompt_cursor import PromptCursor
 from april.broker.ledger.row_tallies import RowTallies
 from april.broker.ledger.samples import UNFINISHED, AgentSample, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.state import (
     Account,
     CurrentLearner,
     LedgerState,
-    PromptCursor,
     Rounds,
     Serials,
     StepProgress,
@@ -246,7 +246,8 @@ def live_positions(ledger: LedgerState) -> Iterator[int]:
 
 
 def live_images(ledger: LedgerState) -> Iterator[str]:
-    """Names of the images that the groups of the ledger and their sessions have."""
+    """Names of the images that the groups of the ledger, their sessions and the submitted prompts have."""
+    yield from chain.from_iterable(ledger.prompts.images.values())
     for group in (*ledger.groups.values(), *chain.from_iterable(ledger.evaluations.values())):
         yield from group.images
         for sample in group.samples_with_forks if ledger.rules.agents else ():

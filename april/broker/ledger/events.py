@@ -89,6 +89,8 @@ class PromptSubmitted(Event):
     """Name of the prompt's verifier; "" for the run's default verifier."""
     extra: bytes
     """Opaque bytes of the trainer, returned with the group."""
+    images: list[str] = []
+    """Names of the prompt's images, in order; their files are on disk."""
 
 
 class Leased(Event):

@@ -13,6 +13,7 @@ from april.broker.ledger import events
 from april.broker.ledger.batches import LengthCohorts, ReadyGroups, StalenessBound
 from april.broker.ledger.dead_letters import DeadLetterQueue
 from april.broker.ledger.leases import LeaseBook, OpenSamples
+from april.broker.ledger.prompt_cursor import PromptCursor
 from april.broker.ledger.queues import HandOutQueue
 from april.broker.ledger.row_tallies import PromptOrder, RowTallies
 from april.broker.ledger.rules import Prompts, Rules
@@ -92,17 +93,6 @@ class Serials(msgspec.Struct):
     next_group: int = 0
     next_ordinal: int = 0
     """Number of training groups created so far."""
-
-
-class PromptCursor(msgspec.Struct):
-    """Position in the order of prompts, and the prompts that the trainer has submitted."""
-
-    next: tuple[int, int] = (0, 0)
-    """(epoch, row position) of the next prompt."""
-    submitted_count: int = 0
-    """Prompts that the trainer has submitted so far."""
-    submitted: dict[int, Any] = {}
-    """Journal references of the submitted prompts that are still needed, by row."""
 
 
 class StepProgress(msgspec.Struct):
@@ -347,7 +337,7 @@ class LedgerState:
             self.dead_letters.groups_in_a_row += 1
             self.dead_letters.discard(group.id)
         else:
-            self.prompts.submitted.pop(group.row, None)
+            self.prompts.forget(group.row)
         if group in self.ready:
             self.ready.remove(group)
         if group.state is GroupState.DELIVERED:

@@ -84,6 +84,8 @@ def on_group_opened(ledger: LedgerState, event: events.GroupOpened, reference: A
 
 def on_prompt_submitted(ledger: LedgerState, event: events.PromptSubmitted, reference: Any) -> None:
     ledger.prompts.submitted[event.row] = reference
+    if event.images:
+        ledger.prompts.images[event.row] = event.images
     ledger.prompts.submitted_count = event.row + 1
 
 
@@ -342,7 +344,7 @@ def on_checkpoint_durable(ledger: LedgerState, event: events.CheckpointDurable, 
     for step in [step for step in ledger.deliveries if step < event.oldest]:
         for group in ledger.deliveries.pop(step):
             del ledger.groups[group.id]
-            ledger.prompts.submitted.pop(group.row, None)
+            ledger.prompts.forget(group.row)
             group.forget()
         ledger.recorded.pop(step, None)
     ledger.steps.durable = event.step

@@ -49,6 +49,8 @@ class RolloutBatch:
     """For each group the number of its submitted prompt, from 0; [] where the trainer submits none."""
     extras: list[Any]
     """For each group the `extra` that was submitted with its prompt."""
+    images: list[tuple[bytes, ...]]
+    """For each row the PNG files of its images, in the order of their placeholders; () without any."""
 
     @property
     def checkpoint(self) -> int:
@@ -105,4 +107,5 @@ def to_tensors(batch: TrainingBatch, section: AlgorithmSection) -> RolloutBatch:
         torch.tensor([number for number, group in enumerate(batch.groups) for _ in group], dtype=torch.int64),
         [number for number, _ in batch.origins],
         [decode_extra(extra) for _, extra in batch.origins],
+        [sample.images for sample in samples],
     )

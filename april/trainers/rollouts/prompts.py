@@ -1,16 +1,19 @@
-"""Prompts that a trainer submits, encoded for the broker: token ids, reference answer, and extra data."""
+"""Prompts that a trainer submits, encoded for the broker: token ids, reference answer, extra data, and images."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import msgspec
 import numpy as np
 
 from april import wire
 from april.config import Config
-from april.data.rows import has_other_parts
+from april.data.images import ImageRule, PreparedImage
+from april.data.rows import check_message
 from april.data.tokenizer import Tokenizer
+from april.trainers.rollouts.images import PromptImages
 from april.wire.limits import FROM_PEER
 
 MAX_BODY_BYTES = FROM_PEER.body_bytes // 2
@@ -18,7 +21,11 @@ MAX_BODY_BYTES = FROM_PEER.body_bytes // 2
 MAX_MESSAGE_TOKENS = FROM_PEER.frame_bytes // 4
 """Most prompt tokens in one message."""
 HEAD_BYTES = 160
-"""Estimated bytes of a prompt's header in a message, without label and extra."""
+"""Estimated bytes of a prompt's header in a message, without label, extra and images."""
+NAME_BYTES = 66
+"""Bytes of an image's name in a message."""
+MAX_MESSAGE_IMAGES = 256
+"""Most images of the prompts in one message: the broker keeps an image for ten minutes before a prompt names it."""
 
 
 PromptText: TypeAlias = str | list[dict] | Sequence[int]
@@ -40,37 +47,87 @@ class Prompt:
     """Registry name of the prompt's verifier; "" for the run's verifier."""
     extra: Any = None
     """Any value that MessagePack can encode; it comes back with the group, even after a crash."""
+    images: Sequence[Any] = ()
+    """Images that have no part of their own in the messages: one for each `<image>` in the text, or all in front of it.
+    With token ids, one for each run of placeholders. Each is a path, the bytes of a file, a data: URL, or an image of
+    Pillow."""
 
 
-EncodedPrompt: TypeAlias = tuple[wire.Submission, np.ndarray]
-"""A prompt in the broker's form: (header with label and extra, token ids int32 [T])."""
+class EncodedPrompt(NamedTuple):
+    """A prompt in the broker's form."""
+
+    submission: wire.Submission
+    """Length, label, extra data, and the names of the images."""
+    ids: np.ndarray
+    """Token ids, int32 [T]."""
+    images: dict[str, bytes]
+    """Files of the images by name."""
 
 
-def encoder(config: Config) -> Callable[[Prompt], EncodedPrompt]:
-    """A function that encodes prompts; it raises ValueError, BadRow included, for a prompt that cannot be used."""
-    tokenizer: list[Tokenizer] = []
-    longest = config.longest_prompt_tokens
+class PromptEncoder:
+    """Encodes the prompts of a run."""
 
-    def encode(prompt: Prompt) -> EncodedPrompt:
-        if isinstance(prompt.prompt, str) or (len(prompt.prompt) and isinstance(prompt.prompt[0], dict)):
-            if not tokenizer:
-                tokenizer.append(Tokenizer(config.model.path))
-            if not isinstance(prompt.prompt, str) and any(map(has_other_parts, prompt.prompt)):  # type: ignore[arg-type]
-                raise ValueError("a submitted prompt has text only; bring images as rows of a dataset (data.path)")
-            ids = tokenizer[0].encode_row(prompt.prompt, **config.data.prompt_options)  # type: ignore[arg-type]
+    def __init__(self, config: Config, keeps_files: bool = True):
+        """`keeps_files`: whether encoded prompts have the files of their images, and not only the names."""
+        self._config, self._keeps_files = config, keeps_files
+
+    def encode(self, prompts: Iterable[Prompt]) -> list[EncodedPrompt]:
+        """Raises ValueError, BadRow included, for a prompt that cannot be used, and ConfigError for images that the run
+        does not take."""
+        images = PromptImages(self._config, lambda: self._tokenizer)
+        placed = [(prompt, *place(prompt, images)) for prompt in prompts]
+        images.prepare()
+        return [
+            self._encode(prompt, said, [images.prepared[source] for source in sources])
+            for prompt, said, sources in placed
+        ]
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer(self._config.model.path)
+
+    def _encode(self, prompt: Prompt, said: PromptText, images: list[PreparedImage]) -> EncodedPrompt:
+        """`said`: the prompt with a canonical part for each of its `images`."""
+        longest, lengths = self._config.longest_prompt_tokens, [image.tokens for image in images]
+        if is_said(said):
+            ids = self._tokenizer.encode_row(said, lengths, **self._config.data.prompt_options)
         else:
-            ids = np.asarray(prompt.prompt, np.int32)
+            ids = np.asarray(said, np.int32)
+            check_placeholders(ids, lengths, self._tokenizer.image_rule if images else None)
         if not 1 <= len(ids) <= longest:
             raise ValueError(f"a prompt has {len(ids)} tokens; between 1 and {longest} fit, data.max_prompt_tokens")
         extra = b"" if prompt.extra is None else msgspec.msgpack.encode(prompt.extra, enc_hook=to_plain)
-        submission = wire.Submission(len(ids), prompt.label, prompt.reward, extra)
+        names = [image.name for image in images]
+        submission = wire.Submission(len(ids), prompt.label, prompt.reward, extra, names)
         if body_bytes(submission) > MAX_BODY_BYTES:
             raise ValueError(
                 f"label and extra of a prompt have more than {MAX_BODY_BYTES} bytes together; shorten them"
             )
-        return submission, ids
+        return EncodedPrompt(submission, ids, {image.name: image.png for image in images if self._keeps_files})
 
-    return encode
+
+def is_said(prompt: PromptText) -> TypeGuard[str | list[dict]]:
+    """Whether a prompt is text or chat messages; otherwise it is token ids."""
+    return isinstance(prompt, str) or bool(len(prompt) and isinstance(prompt[0], dict))
+
+
+def place(prompt: Prompt, images: PromptImages) -> tuple[PromptText, list[str]]:
+    """The prompt with a canonical part for each of its images, and the images' sources in order. Raises BadRow."""
+    if not is_said(prompt.prompt):
+        return prompt.prompt, images.sources(prompt.images)
+    if not isinstance(prompt.prompt, str):
+        for message in prompt.prompt:
+            check_message(message, "prompt")
+    return images.place(prompt.prompt, prompt.images)
+
+
+def check_placeholders(ids: np.ndarray, lengths: list[int], rule: ImageRule | None) -> None:
+    """Raises ValueError unless a prompt of ids has as many placeholders as its images have tokens (`lengths`)."""
+    if rule and (found := np.count_nonzero(ids == rule.token_id)) != sum(lengths):
+        raise ValueError(
+            f"the images of a prompt take {sum(lengths)} tokens, and its ids have {found} of their placeholders; "
+            "repeat the placeholder of each image as often as the image has tokens"
+        )
 
 
 def decode_extra(extra: bytes) -> Any:
@@ -85,19 +142,20 @@ def to_plain(value: Any) -> Any:
 
 
 def body_bytes(prompt: wire.Submission) -> int:
-    return HEAD_BYTES + 4 * len(prompt.label) + len(prompt.extra)
+    return HEAD_BYTES + 4 * len(prompt.label) + len(prompt.extra) + NAME_BYTES * len(prompt.images)
 
 
 def split_into_messages(prompts: Sequence[EncodedPrompt]) -> Iterator[list[EncodedPrompt]]:
     """Yield the prompts in lists that each fit one message."""
+    limits = MAX_BODY_BYTES, MAX_MESSAGE_TOKENS, MAX_MESSAGE_IMAGES
     current: list[EncodedPrompt] = []
-    size = tokens = 0
+    sizes = (0, 0, 0)
     for prompt in prompts:
-        submission, ids = prompt
-        if current and (size + body_bytes(submission) > MAX_BODY_BYTES or tokens + len(ids) > MAX_MESSAGE_TOKENS):
+        own = body_bytes(prompt.submission), len(prompt.ids), len(prompt.submission.images)
+        if current and any(size + more > limit for size, more, limit in zip(sizes, own, limits, strict=True)):
             yield current
-            current, size, tokens = [], 0, 0
+            current, sizes = [], (0, 0, 0)
         current.append(prompt)
-        size, tokens = size + body_bytes(submission), tokens + len(ids)
+        sizes = sizes[0] + own[0], sizes[1] + own[1], sizes[2] + own[2]
     if current:
         yield current

@@ -34,9 +34,9 @@ from april.trainers.rollouts.local import LocalRun
 from april.trainers.rollouts.prompts import (
     EncodedPrompt,
     Prompt,
+    PromptEncoder,
     PromptsWanted,
     PromptText,
-    encoder,
     split_into_messages,
 )
 from april.trainers.rollouts.weights import Score, Weights, canary_from_model, canary_from_score, collect
@@ -56,9 +56,9 @@ LOCAL = "local"
 class TrainerSource(BatchSource, Protocol):
     """A batch source to which an external trainer can also submit prompts."""
 
-    def submit(self, first: int, prompts: list[Submission], ids: np.ndarray) -> int:
-        """Submit prompts numbered from `first` on, with their token ids concatenated, int32; returns the number of
-        prompts submitted so far."""
+    def submit(self, first: int, prompts: list[Submission], ids: np.ndarray, images: Mapping[str, bytes]) -> int:
+        """Submit prompts numbered from `first` on, with their token ids concatenated, int32, and the files of their
+        images by name; returns the number of prompts submitted so far."""
 
 
 class MonitoredSource(BrokerSource):
@@ -106,7 +106,7 @@ class Rollouts:
         self._received: TrainingBatch | None = None
         """The last batch as it was received, with the groups that came with it for the sample logs."""
         self._samples = SampleWriter(config) if source and config.samples.every and config.run_dir.is_dir() else None
-        self._encode = encoder(config)
+        self._encoder = PromptEncoder(config, keeps_files=source is not None)
         self._carries_weights = TRANSPORTS.find(config.weights.transport).carries_weights
         if config.data.source == "submitted":
             self.submitted = self._submit([])
@@ -153,15 +153,16 @@ class Rollouts:
 
         When it returns, the prompts are journaled. `first`: number of the first one in the trainer's own count, from 0;
         prompts submitted before are skipped, so that a trainer resumed from a checkpoint can submit the same again.
-        None: after the last one. Raises ValueError for a prompt that cannot be used.
+        None: after the last one. Raises ValueError for a prompt that cannot be used, and ConfigError for images that
+        the run does not take.
         """
-        encoded = [self._encode(prompt if isinstance(prompt, Prompt) else Prompt(prompt)) for prompt in prompts]
+        given = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
         first = self.submitted if first is None else first
         if first > self.submitted:
             raise ValueError(
                 f"prompt {first} does not follow the {self.submitted} that were submitted; submit those between"
             )
-        for part in split_into_messages(encoded[self.submitted - first :]):
+        for part in split_into_messages(self._encoder.encode(given[self.submitted - first :])):
             self.submitted = self._submit(part)
         return self.submitted
 
@@ -169,8 +170,10 @@ class Rollouts:
         """Submit encoded prompts; returns the number submitted so far. Collective."""
         submitted = 0
         if self._source:
-            ids = np.concatenate([np.zeros(0, np.int32), *(ids for _, ids in encoded)])
-            submitted = self._source.submit(self.submitted, [submission for submission, _ in encoded], ids)
+            ids = np.concatenate([np.zeros(0, np.int32), *(prompt.ids for prompt in encoded)])
+            images = dict(item for prompt in encoded for item in prompt.images.items())
+            submissions = [prompt.submission for prompt in encoded]
+            submitted = self._source.submit(self.submitted, submissions, ids, images)
         return broadcast_integers((submitted,), self._group)[0] if self._group is not None else submitted
 
     def _require_published(self) -> None:

@@ -1,0 +1,23 @@
+"""Which of a run's prompts have been drawn, and which a trainer has submitted."""
+
+from typing import Any
+
+import msgspec
+
+
+class PromptCursor(msgspec.Struct):
+    """Position in the order of prompts, and the prompts that the trainer has submitted."""
+
+    next: tuple[int, int] = (0, 0)
+    """(epoch, row position) of the next prompt."""
+    submitted_count: int = 0
+    """Prompts that the trainer has submitted so far."""
+    submitted: dict[int, Any] = {}
+    """Journal references of the submitted prompts that are still needed, by row."""
+    images: dict[int, list[str]] = {}
+    """Names of the images of those of them that have some, by row."""
+
+    def forget(self, row: int) -> None:
+        """Forget a submitted prompt that will not be needed again; other rows are passed over."""
+        self.submitted.pop(row, None)
+        self.images.pop(row, None)
