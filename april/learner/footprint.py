@@ -15,7 +15,7 @@ from april.learner.attention import Packing
 from april.learner.context import objection_to_sharing
 from april.learner.loading import ModelError
 from april.learner.model import Policy, choose_experts_implementation, empty_policy
-from april.learner.optimizers.muon import is_matrix
+from april.learner.optimizers.base import is_matrix
 from april.learner.vision import freeze_tower, text_model, tower_blocks
 from april.util.errors import ConfigError
 from april.util.text import first_line

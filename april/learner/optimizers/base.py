@@ -19,8 +19,16 @@ from april.config import LearnerSection
 
 STEP = "step"
 """Name of the number of steps in an optimizer's state."""
+LEAST_SIDE = 16
+"""Fewest rows, and fewest columns, of a matrix that an optimizer of whole matrices steps; smaller ones, such as a
+gate's or an adapter's, are stepped element by element."""
 Trained = Sequence[tuple[str, nn.Parameter]]
 """Names and parameters of a part that is trained."""
+
+
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether an optimizer of whole matrices, such as Muon, steps a parameter as a matrix of a layer."""
+    return ".layers." in name and parameter.ndim == 2 and min(parameter.shape) >= LEAST_SIDE
 
 
 class PartOptimizer(ABC):

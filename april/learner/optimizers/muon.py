@@ -8,20 +8,11 @@ from torch.distributed.tensor import DTensor
 
 from april.config import LearnerSection
 from april.learner.optimizers.adamw import MOMENTS, fused_adamw
-from april.learner.optimizers.base import STEP, PartOptimizer, Trained
+from april.learner.optimizers.base import STEP, PartOptimizer, Trained, is_matrix
 from april.util.errors import refuse
 
 MOMENTUM = ("momentum_buffer",)
 """Name of the decayed sum of a matrix's gradients."""
-
-
-LEAST_SIDE = 16
-"""Rows and columns that a matrix has at least; a smaller one, such as a gate or an adapter's, is AdamW's."""
-
-
-def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether Muon steps a parameter: a matrix of a layer."""
-    return ".layers." in name and parameter.ndim == 2 and min(parameter.shape) >= LEAST_SIDE
 
 
 class ShardedMuon(PartOptimizer):
