@@ -119,6 +119,8 @@ class Peer:
     """Base URL of an agents process's API."""
     image: tuple[str, bytearray] = field(default_factory=lambda: ("", bytearray()))
     """The image of which the peer has brought the first parts: its name, and the bytes so far."""
+    token_scores: tuple[int, bytes] = 0, b""
+    """The lease of a score whose token scores have come in part, and the values so far."""
     started: bool = False
     """Whether a learner has said which checkpoint it holds."""
     sent_bytes: int = 0

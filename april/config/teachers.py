@@ -2,10 +2,12 @@
 
 import re
 
-from april.config.algorithms import algorithm_of, named, naming
+from april.config.algorithms import algorithm_of, named, naming, used_algorithms
 from april.config.sections import Config
+from april.config.training import AlgorithmSection
 from april.config.workers import TeacherSection
 from april.util.errors import refuse
+from april.util.registry import registry_of
 
 TEACHER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -58,6 +60,9 @@ def check_held_teacher(config: Config) -> None:
         key = f"teacher.{name}"
         if teacher.where == "scorer":
             continue
+        if teacher.top_k:
+            why = "is what scorers ask for, and the learner, which holds this teacher, has its whole distribution"
+            refuse(f"{key}.top_k", teacher.top_k, why, "leave it out")
         if teacher.url:
             fix = "leave its url out, or have scorers ask it"
             refuse(f"{key}.where", teacher.where, "is for a model folder, and this is a server", fix)
@@ -66,9 +71,31 @@ def check_held_teacher(config: Config) -> None:
             refuse(f"{key}.where", teacher.where, "has one teacher for all samples", fix)
         if not divergence:
             refuse(f"{key}.where", teacher.where, "teaches nothing", "set algorithm.divergence")
-    if divergence and held_teacher(config) is None and not config.algorithm.hint:
-        fix = "add a [teacher.NAME] with where = 'learner', or set algorithm.hint"
-        refuse(divergence_key, divergence, "has no teacher that the learner holds", fix)
+    asked = {name: teacher.top_k for name, teacher in config.teacher.items() if teacher.where == "scorer"}
+    compared = {
+        teacher_of(config, source)
+        for source in range(max(1, len(config.data.prompt_sources)))
+        if compares_top_k(config, algorithm_of(config, source))
+    }
+    if lacking := sorted(name for name in compared if not asked.get(name)):
+        fix = f"set teacher.{lacking[0] or 'NAME'}.top_k, a [teacher.NAME] with where = 'learner', or algorithm.hint"
+        refuse(divergence_key, divergence, "has no teacher that the learner holds, or whose top k scorers ask", fix)
+    if unused := [name for name, top_k in asked.items() if top_k and name not in compared]:
+        why = "is asked for, and no algorithm.divergence compares the policy with it"
+        refuse(f"teacher.{unused[0]}.top_k", asked[unused[0]], why, "leave it out, or set algorithm.divergence")
+    for table, algorithm in used_algorithms(config).items():
+        if compares_top_k(config, algorithm):
+            check_over_top_k(f"{table}.divergence", algorithm.divergence)
+
+
+def check_over_top_k(key: str, name: str, imported: bool = False) -> None:
+    """Refuse a divergence that is none over a teacher's top k ids alone, such as the reverse KL, which is least where
+    the policy gives most of its mass to other ids. One of the user's own is looked at if it is `imported`."""
+    registry = registry_of("algorithm.divergence")
+    if (imported or name in registry.shipped) and not getattr(registry.find(name), "over_top_k", False):
+        fits = registry.names_where(lambda part: getattr(part, "over_top_k", False))
+        why = "takes whole distributions, and scorers ask a teacher for the top k ids alone"
+        refuse(key, name, why, f"use {fits}, or one of yours with the attribute over_top_k = True")
 
 
 def check_hint(config: Config) -> None:
@@ -114,8 +141,19 @@ def held_teacher(config: Config) -> TeacherSection | None:
 def asks_teacher(config: Config, source: int) -> bool:
     """Whether samples of a training source, by its number, are for a teacher that scorers ask: where sources have
     algorithms of their own, if that of the source distils."""
-    has_own = any(each.algorithm for each in config.data.sources)
-    return not has_own or bool(algorithm_of(config, source).distillation)
+    has_own, algorithm = any(each.algorithm for each in config.data.sources), algorithm_of(config, source)
+    return not has_own or bool(algorithm.distillation) or compares_top_k(config, algorithm)
+
+
+def compares_top_k(config: Config, algorithm: AlgorithmSection) -> bool:
+    """Whether the divergence of an algorithm is over the top k ids of a teacher that scorers ask, and not from a
+    teacher that the learner holds, or from the policy with a hint."""
+    return bool(algorithm.divergence) and not config.algorithm.hint and held_teacher(config) is None
+
+
+def top_k_score(teacher: str) -> str:
+    """Name of the token score with a teacher's most likely ids: for each token `top_k` pairs (id, log-probability)."""
+    return f"{teacher}/top_k"
 
 
 def teacher_of(config: Config, source: int) -> str:

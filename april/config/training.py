@@ -278,7 +278,9 @@ class AlgorithmSection(Section):
         "",
         description="Divergence of the policy from a teacher that the learner holds (teacher.NAME.where = 'learner'), "
         "or from itself with algorithm.hint, over the whole vocabulary at each token, added to the loss: forward_kl, "
-        "reverse_kl, jensen_shannon, or yours as package.module:function. All samples are computed then. Empty: none.",
+        "reverse_kl, jensen_shannon, or yours as package.module:function. From a teacher that scorers ask it is over "
+        "the teacher.NAME.top_k ids that it finds most likely: forward_kl, or yours. All samples are computed then. "
+        "Empty: none.",
     )
     divergence_coef: float = Field(
         1.0,

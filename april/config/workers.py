@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from april.config.section import NAME_OR_FILE, Section
-from april.wire.limits import MAX_CHUNK_TOKENS
+from april.wire.limits import MAX_CHUNK_TOKENS, MAX_TEACHER_TOP_K
 
 
 class WorkerSection(Section):
@@ -220,8 +220,17 @@ class TeacherSection(Section):
     )
     where: Literal["scorer", "learner"] = Field(
         "scorer",
-        description="Process that computes the teacher: scorer, for algorithm.distillation; learner, which holds a "
-        "model folder on its own ranks, for algorithm.divergence.",
+        description="Process that computes the teacher: scorer, for algorithm.distillation, and for "
+        "algorithm.divergence over its top_k; learner, which holds a model folder on its own ranks, for "
+        "algorithm.divergence over the whole vocabulary.",
+    )
+    top_k: int = Field(
+        0,
+        ge=0,
+        le=MAX_TEACHER_TOP_K,
+        description="Number of most likely ids at each sampled token whose log-probabilities scorers also ask the "
+        "teacher for. algorithm.divergence compares the policy with them. A high value leaves out less of the "
+        "distribution, and takes 8 bytes per id and token. 0: none.",
     )
     url: str = Field("", description="Address of the server, http://HOST:PORT. Empty for a model folder.")
     url_key_variable: str = Field(

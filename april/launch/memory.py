@@ -254,9 +254,9 @@ def head_bytes(config: Config, shape: ModelShape) -> float:
 
 def teacher_head_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes of the copy of the teacher's head with which a divergence is computed; that of the policy where it teaches
-    itself."""
+    itself. A teacher that scorers ask has none here."""
     teacher = held_teacher(config)
-    theirs = read_shape(teacher.path) if teacher else shape
+    theirs = read_shape(teacher.path) if teacher else shape if config.algorithm.hint else None
     return float(theirs.head * WEIGHT_BYTES) if named(config, "divergence") and theirs else 0.0
 
 

@@ -3,7 +3,7 @@
 The groups of a batch are divided by algorithm. Each part is prepared and normalised as if it were the whole batch, and
 the parts' losses are added:
 
-    L = sum over parts of (groups of the part / groups of the batch) * L of the part
+    L = sum over parts of loss_weight * (groups of the part / groups of the batch) * L of the part
 
 where "the batch" is a minibatch, if there are several. A micro-batch holds samples of one part, on all ranks that
 compute at the same time, so that collectives and passes of other models are those of its algorithm.

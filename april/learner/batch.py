@@ -75,7 +75,8 @@ class TrainSample:
     """Of each image, the index of the first token that may be a placeholder of it; empty: 0 for all. An image takes the
     first placeholders from there on that the image before it has left. All others were sampled, and are text."""
     token_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Named columns that a scorer gave beside the reward, float32 [R]; 0 for observations."""
+    """Named columns that a scorer gave beside the reward, float32 [R], or [R, W] for W numbers of each token; 0 for
+    observations."""
     hinted_prompt: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
     """Token ids, int32, of the prompt under which the policy teaches itself; none if it does not."""
     source: int = 0
@@ -189,7 +190,8 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     image_starts: list[tuple[int, ...]] = []
     """Of each row, the starts of its images; empty if no row has any."""
     token_scores: dict[str, bytes] = {}
-    """Token scores of all response tokens by name, float32; NaN for the tokens of a row without that score."""
+    """Token scores of all response tokens by name, float32, as many for each as the row with most has; NaN for those
+    that a row lacks."""
     hinted: list[bytes] = []
     """Of each row, the token ids of the prompt with its hint, int32; empty if no row has any."""
     sources: list[int] = []
@@ -229,10 +231,7 @@ def encode(batch: TrainingBatch) -> bytes:
             image_numbers=[[numbers[image] for image in sample.images] for sample in samples] if images else [],
             image_starts=[sample.image_starts for sample in samples] if images else [],
             token_scores={
-                name: b"".join(
-                    np.asarray(sample.token_scores.get(name, np.full(sample.response_tokens, np.nan)), "<f4").tobytes()
-                    for sample in samples
-                )
+                name: stacked([one.token_scores.get(name, np.zeros((one.response_tokens, 0))) for one in samples])
                 for name in sorted({name for sample in samples for name in sample.token_scores})
             },
             hinted=hinted if any(hinted) else [],
@@ -242,13 +241,23 @@ def encode(batch: TrainingBatch) -> bytes:
     )
 
 
+def stacked(columns: list[np.ndarray]) -> bytes:
+    """Columns [R] or [R, W] of rows as one of the largest W, float32; what is missing is NaN."""
+    columns = [column.reshape(len(column), -1) if len(column) else column.reshape(0, 0) for column in columns]
+    width = max(column.shape[1] for column in columns)
+    gaps = (((0, 0), (0, width - column.shape[1])) for column in columns)
+    padded = (np.pad(column, gap, constant_values=np.nan) for column, gap in zip(columns, gaps, strict=True))
+    return np.concatenate(list(padded)).astype("<f4").tobytes()
+
+
 def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
     """The batch that `encode` wrote; its arrays are read-only views of `data`. Raises `msgspec.DecodeError` on other
     bytes."""
     flat = msgspec.msgpack.decode(data, type=FlatBatch)
     all_tokens, all_logprobs = np.frombuffer(flat.tokens, "<i4"), np.frombuffer(flat.logprobs, "<f4")
     counts, support_ids = np.frombuffer(flat.support_counts, "<i4"), np.frombuffer(flat.support_ids, "<i4")
-    scores = {name: np.frombuffer(data, "<f4") for name, data in flat.token_scores.items()}
+    each = max(1, len(all_logprobs))
+    scores = {name: np.frombuffer(data, "<f4").reshape(each, -1) for name, data in flat.token_scores.items()}
     samples, token_at, logprob_at, id_at = [], 0, 0, 0
     names = flat.names or [(-1, -1, 0, "")] * len(flat.rewards)
     columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, names, strict=True)
@@ -283,9 +292,9 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
                 hinted_prompt=np.frombuffer(next(hinted), "<i4"),
                 source=next(sources),
                 token_scores={
-                    name: column[logprob_at : logprob_at + response]
+                    name: column[logprob_at : logprob_at + response, 0 if column.shape[1] == 1 else slice(None)]
                     for name, column in scores.items()
-                    if response and not np.isnan(column[logprob_at])
+                    if response and not np.isnan(column[logprob_at, 0])
                 },
             )
         )

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from april.config import LearnerSection
 from april.learner.attention_kernels import Exchange
+from april.learner.head_divergence import TopKDivergence
 from april.learner.loading import ModelError
 from april.learner.losses.ranks import Ranks
 from april.learner.mixers import mixers_in
@@ -109,7 +110,7 @@ class ContextGroup:
         """This rank's tokens of a micro-batch, and the targets that they predict. Sequences are those of the whole row;
         a last one of up to C - 1 tokens makes it divisible by C."""
         lengths, padding = micro.seq_lens, -sum(micro.seq_lens) % self.size
-        ids, positions, starts = micro.ids, micro.positions, micro.cu_seq_lens
+        ids, positions, starts, compared = micro.ids, micro.positions, micro.cu_seq_lens, micro.divergence
         if padding:
             lengths, starts = [*lengths, padding], torch.cat([starts, starts[-1:] + padding])
             ids = F.pad(ids, (0, padding))
@@ -127,6 +128,7 @@ class ContextGroup:
             target_rows=micro.target_rows[targets] - tokens.start,
             targets=micro.targets[targets],
             support=micro.support and micro.support.part(targets),
+            divergence=compared.part(targets) if isinstance(compared, TopKDivergence) else compared,
             exchange=RowExchange(self, targets, len(micro.targets)),
         )
 

@@ -11,7 +11,7 @@ AGES = 9
 """Number of age buckets: ages 0 to 7 policy steps have one each, older tokens share the last."""
 BY_AGE = ("k1", "k3", "clip_fraction", "mask_fraction", "truncated_fraction", "ratio_mean", "weight_mean")
 MEANS = ("entropy", *BY_AGE)
-OPTIONAL = ("reference_kl", "teacher_kl", "teacher_divergence")
+OPTIONAL = ("reference_kl", "teacher_kl", "teacher_divergence", "teacher_top_k_mass")
 """Means over the tokens that only some runs have."""
 SUMS = ("tokens", *MEANS, "ratio_square", "weight_square", *OPTIONAL, *(f"{name}_tokens" for name in OPTIONAL))
 BY_SOURCE = ("entropy", "k1", "k3", "clip_fraction", "mask_fraction")
@@ -95,8 +95,8 @@ class StepTotals:
         `ess` and `weight_ess` are the effective sample sizes of the ratios and of the applied weights, as shares of the
         tokens; `sequence_ess` that of the responses' ratios, as a share of the responses; `off_policy_share` the share
         of tokens older than the current weights. Means are absent if no token was trained, `reference_kl` also without
-        a reference model, `teacher_kl` and `teacher_divergence` without a teacher. With several sources also of each,
-        as NAME_source_S. With conversations, `sft_tokens` trained and their mean cross-entropy `sft_loss` (nats).
+        a reference model, those of a teacher without one. With several sources also of each, as NAME_source_S. With
+        conversations, `sft_tokens` trained and their mean cross-entropy `sft_loss` (nats).
         """
         by_age = self.sums.sum(0)
         tokens = by_age[:, 0].sum().item()

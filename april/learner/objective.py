@@ -23,6 +23,7 @@ from torch import Tensor
 
 from april.config import Config
 from april.config.checks import check_algorithm
+from april.config.teachers import check_over_top_k, compares_top_k
 from april.learner.batch import SampleForks, TrainingBatch, TrainSample, group_forks
 from april.learner.batch_metrics import batch_metrics
 from april.learner.credit import compared_rewards, part_values, row_advantages, sample_rewards, sampled_token_count
@@ -34,7 +35,7 @@ from april.learner.losses.corrections import StaleTokens, interpolated_proximal
 from april.learner.losses.kl import KL_ESTIMATORS, k1, k2, k3
 from april.learner.losses.policy import Clip
 from april.learner.losses.ranks import Ranks
-from april.learner.packing import MicroBatch, minibatches
+from april.learner.packing import MicroBatch, minibatches, top_pairs
 from april.learner.turns import mean_advantages, turn_advantages, turn_columns
 
 # --- objective --------------------------------------------------------------------------------------------------------
@@ -95,6 +96,9 @@ class ResponseTokens:
     teacher_logprobs: Tensor | None = None
     """Log-probability of each token under its sample's teacher, NaN without one; float32 [K]. None without
     distillation."""
+    teacher_top: Tensor | None = None
+    """Pairs (id, log-probability) of the k ids that the teacher finds most likely in the place of each token, float32
+    [K, k, 2]; NaN where there are fewer. None unless a divergence is over them."""
     scores: Mapping[str, Tensor] = field(default_factory=dict)
     """Columns [K] by name: those that the scoring passes have computed, float32, and with a critic those of turns."""
     sources: Tensor | None = None
@@ -221,6 +225,10 @@ class Objective:
         self.divergence = find_checked(DIVERGENCES, divergence, self.section) if divergence else None
         """Function (teacher's log-probabilities [n, V], the policy's [n, V]) -> divergences [n]; None: no such loss."""
         regularised = self.section.kl_coef > 0 or self.section.entropy_coef > 0
+        self.compares_top_k = compares_top_k(config, self.section)
+        """Whether the divergence is over the top k ids of a teacher that scorers have asked."""
+        if self.compares_top_k:
+            check_over_top_k("algorithm.divergence", divergence, imported=True)
         self.trains_every_sample = self.needs_values or regularised or bool(distillation or divergence)
         """Whether samples whose reward gives the advantage 0 have a gradient too (such as from KL or entropy terms, or
         from a teacher); otherwise their passes are skipped."""
@@ -347,6 +355,7 @@ class Objective:
             teacher_logprobs=column(np.concatenate(list(map(self.teacher_logprobs, samples))), np.float32)
             if self.distillation
             else None,
+            teacher_top=column(top_pairs(samples, self.teachers), np.float32) if self.compares_top_k else None,
             scores={name: column(values, np.float64) for name, values in of_turns.items()},
             sources=column(np.repeat([sample.source for sample in samples], lengths), np.int64),
         )
@@ -408,6 +417,8 @@ class Objective:
         if divergences is not None:
             token_losses = token_losses + self.section.divergence_coef * divergences
             columns["teacher_divergence"] = divergences
+        if tokens.teacher_top is not None:
+            columns["teacher_top_k_mass"] = tokens.teacher_top[..., 1].exp().nan_to_num().sum(-1)
         if tokens.teacher_logprobs is not None:
             columns["teacher_kl"] = k1(logprobs.detach(), tokens.teacher_logprobs).nan_to_num()
         if self.section.entropy_coef:

@@ -4,7 +4,7 @@
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from april.config.teachers import top_k_score
 from april.data.support import Support
 from april.learner.attention_kernels import Exchange, Packing
 from april.learner.batch import TrainSample
@@ -239,6 +240,22 @@ def pack_support(samples: list[TrainSample], device: torch.device) -> PackedSupp
         ends=np.cumsum([0, *counts], dtype=np.int64),
         positions=torch.from_numpy(packed.indices_of(drawn)).to(device),
     )
+
+
+def top_pairs(samples: list[TrainSample], teachers: Collection[str]) -> np.ndarray:
+    """Pairs (id, log-probability) of the most likely ids that teachers told of the K sampled tokens of samples, float32
+    [K, k, 2]; NaN where one told fewer, or none."""
+    names = {top_k_score(teacher) for teacher in teachers}
+    told = [
+        next((values for name, values in sample.token_scores.items() if name in names), np.zeros((0, 0)))
+        for sample in samples
+    ]
+    width, starts = max(values.shape[1] for values in told), np.cumsum([0, *(each.sampled_tokens for each in samples)])
+    pairs = np.full((starts[-1], width), np.nan, np.float32)
+    for sample, values, start in zip(samples, told, starts, strict=False):
+        if values.size:
+            pairs[start : start + sample.sampled_tokens, : values.shape[1]] = values[sample.sampled_positions]
+    return pairs.reshape(len(pairs), width // 2, 2)
 
 
 # --- minibatches ------------------------------------------------------------------------------------------------------

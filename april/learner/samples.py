@@ -250,6 +250,7 @@ def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenize
     scores_by_name = [
         {"name": name, "values": at_sampled(values[sample.sampled_positions])}
         for name, values in sorted(sample.token_scores.items())
+        if values.ndim == 1
     ]
     return ({"token_scores": scores_by_name} if scores_by_name else {}) | {
         "prompt": tokenizer.decode(prompt),

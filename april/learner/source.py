@@ -304,14 +304,16 @@ def decode_sample(
 
 
 def token_columns(sample: TrainSample, scores: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Token scores as columns float32 [R]: a number of a turn goes to each token of the turn, and tokens that the
-    policy did not sample get 0."""
+    """Token scores as columns float32 [R], or [R, W] for W values of each token: a number of a turn goes to each token
+    of the turn, and tokens that the policy did not sample get 0."""
     starts, ends = [start for start, _, _ in sample.segments], [end for _, end, _ in sample.segments]
     new_turns = np.array([0, *(int(start > end) for start, end in zip(starts[1:], ends, strict=False))])
     turns = np.repeat(np.cumsum(new_turns), np.array(ends) - np.array(starts))
     columns = {}
     for name, values in scores.items():
-        columns[name] = column = np.zeros(sample.response_tokens, np.float32)
+        width, rest = divmod(len(values), sample.response_tokens)
+        values = values.reshape(-1, width) if width > 1 and not rest else values
+        columns[name] = column = np.zeros((sample.response_tokens, *values.shape[1:]), np.float32)
         is_of_tokens = len(values) == sample.response_tokens
         column[sample.sampled_positions] = values[sample.sampled_positions if is_of_tokens else turns]
     return columns

@@ -4,9 +4,6 @@ policy itself under a prompt with a hint.
 teacher = Teacher.of(config, backend)                   # None if the configuration has none
 micros = teacher.shown((micro, divergence) for micro in micros)
 backend.backward(micros, loss)                          # the policy returns the divergence from it as a third column
-
-The divergence is over the whole vocabulary. It is computed in pieces of a few targets, whose distributions are made of
-hidden states in the forward pass and again in the backward pass, so that those of all targets never exist at once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,17 +19,11 @@ from april.config.algorithms import named
 from april.config.teachers import held_teacher
 from april.learner.backends.backend import Backend
 from april.learner.batch import TrainSample
-from april.learner.head import LogitChunks, add_matmul, slope_of
+from april.learner.head_divergence import Divergence, divergence_from
 from april.learner.loading import ModelError
 from april.learner.packing import HeadInputs, MicroBatch, seen_by_teacher
 from april.learner.performance import Cost, Seconds, forward_cost, untimed
 from april.util.pulse import MAIN
-
-Divergence = Callable[[Tensor, Tensor], Tensor]
-"""Function (teacher's log-probabilities [n, V], the policy's [n, V]) -> divergence of each row [n]."""
-PIECE_LOGITS, ACCELERATOR_PIECE_LOGITS = 2**22, 2**25
-"""Most logits that the divergence computes at a time, on a CPU and on an accelerator: a quarter of the head's own,
-since some eight tensors of this size exist at once."""
 
 
 class Teacher:
@@ -48,7 +39,7 @@ class Teacher:
         """The configured teacher, None if the learner has none. Collective. Raises ModelError for one with fewer ids
         than the policy."""
         section = held_teacher(config)
-        if not named(config, "divergence"):
+        if not named(config, "divergence") or not (section or config.algorithm.hint):
             return None
         if section is None:
             return cls(backend.policy, backend.cost, by_hint=True)
@@ -87,55 +78,3 @@ class Teacher:
 def where_hinted(has_hint: Tensor | None, divergence: Callable[[HeadInputs], Tensor], policy: HeadInputs) -> Tensor:
     """The divergence at targets with a hint, and 0 at all others, where the policy would learn its own rounding."""
     return divergence(policy) * (0.0 if has_hint is None else has_hint)
-
-
-# --- the divergence of two heads --------------------------------------------------------------------------------------
-
-
-def divergence_from(teacher: HeadInputs, divergence: Divergence, policy: HeadInputs) -> Tensor:
-    """Divergence at each of K targets, float32 [K], differentiable in the policy's hidden states and head, with one
-    backward pass a call. Ids that the policy does not have are left out of the teacher's distribution."""
-    return HeadDivergence.apply(policy.hidden, policy.weight, policy.divisor, policy.cap, teacher, divergence)
-
-
-class HeadDivergence(torch.autograd.Function):
-    """Autograd function of `divergence_from`; the backward pass computes each piece again, and differentiates it."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, divisor, cap, teacher, divergence):
-        found = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for rows, theirs, ours in pieces(HeadInputs(hidden, weight, divisor, cap), teacher):
-            found[rows] = divergence(theirs.log_softmax(-1), ours.log_softmax(-1))
-        ctx.save_for_backward(hidden, weight)
-        ctx.divisor, ctx.cap, ctx.teacher, ctx.divergence = divisor, cap, teacher, divergence
-        return found
-
-    @staticmethod
-    def backward(ctx, gradients):
-        hidden, weight = ctx.saved_tensors
-        hidden_gradient, weight_gradient = torch.empty_like(hidden), None
-        if ctx.needs_input_grad[1]:
-            weight_gradient = torch.zeros_like(weight, dtype=gradients.dtype)
-        for rows, theirs, ours in pieces(HeadInputs(hidden, weight, ctx.divisor, ctx.cap), ctx.teacher):
-            logits = ours.detach().requires_grad_()
-            with torch.enable_grad():
-                found = ctx.divergence(theirs.log_softmax(-1), logits.log_softmax(-1))
-                (gradient,) = torch.autograd.grad(found, logits, gradients[rows])
-            if ctx.cap is not None:
-                gradient = gradient * slope_of(ours, ctx.cap)
-            gradient, outputs = (gradient / ctx.divisor).to(hidden.dtype), hidden_gradient[rows]
-            torch.mm(gradient, weight, out=outputs)
-            if weight_gradient is not None:
-                add_matmul(weight_gradient, gradient.T, hidden[rows])
-        if weight_gradient is not None:
-            weight_gradient = weight_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None
-
-
-def pieces(policy: HeadInputs, teacher: HeadInputs) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, the teacher's logits, the policy's logits) of each piece, in buffers that the next piece overwrites."""
-    ids = len(policy.weight)
-    count = max(1, (PIECE_LOGITS if policy.hidden.device.type == "cpu" else ACCELERATOR_PIECE_LOGITS) // ids)
-    theirs = LogitChunks(teacher.hidden, teacher.weight[:ids], teacher.divisor, count, cap=teacher.cap)
-    ours = LogitChunks(policy.hidden, policy.weight, policy.divisor, count, cap=policy.cap)
-    return ((rows, others, own) for (rows, others), (_, own) in zip(theirs, ours, strict=True))

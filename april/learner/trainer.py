@@ -28,6 +28,7 @@ from april.learner.canary import CanaryScorer
 from april.learner.conversations import ConversationLoss, ConversationMicroBatch
 from april.learner.critic import Critic
 from april.learner.diagnostics import StepTotals
+from april.learner.head_divergence import TopKDivergence
 from april.learner.losses.columns import bounded
 from april.learner.model import uses_bf16
 from april.learner.objective import (
@@ -250,7 +251,11 @@ class Trainer:
             return self.conversations.loss(conversations[index - len(micros)], columns[0], totals)
 
         MAIN.at("forward and backward")
-        packed = [*(micro.packed for micro in micros), *(micro.packed for micro in conversations)]
+        packed = [
+            TopKDivergence.added(micro.packed, micro.tokens and micro.tokens.teacher_top, micro.objective.divergence)
+            for micro in micros
+        ]
+        packed += [micro.packed for micro in conversations]
         if critic_alone:
             with seconds("forward_s"):
                 for index, scores in enumerate(self.backend.scores(self.policy, packed)):

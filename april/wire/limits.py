@@ -71,6 +71,12 @@ MAX_REWARD = 1e9
 """Largest absolute value of a reward and of its details, so that sums of them stay finite."""
 MAX_TOKEN_SCORES = 8
 """Most named token scores of one response."""
+MAX_TEACHER_TOP_K = 256
+"""Largest `teacher.NAME.top_k`."""
+MAX_VALUES_PER_TOKEN = 2 * MAX_TEACHER_TOP_K
+"""Most values of one token score for each token: an id and a log-probability for each of a teacher's top k."""
+MAX_TOKEN_SCORE_BYTES = 64 << 20
+"""Most bytes of the token scores that one closing has; those above `MAX_REPORT_BYTES` come in several reports."""
 MAX_ACTIVITY_SPANS = 20_000
 """Most spans of worker activity in one line of metrics.jsonl; further ones are not recorded."""
 MAX_TALLIES = 16_384

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
+from msgspec.structs import replace
 
 from april import wire
 from april.data.support import Support
@@ -187,13 +188,15 @@ class Reports:
         self._report_token_scores([(closing, values) for closing, values in taken if values])
 
     def _report_token_scores(self, scored: list[tuple[wire.Closing, bytes]]) -> None:
-        """Send closings with token scores in as many reports as they need."""
+        """Send closings with token scores in as many reports as they need; one that needs several has them alone."""
         while scored:
             ends = list(accumulate(len(values) for _, values in scored[:MAX_REPORT_CLOSINGS]))
             count = max(1, bisect_right(ends, MAX_REPORT_BYTES))
-            values = b"".join(values for _, values in scored[:count])
-            report = wire.Report([closing for closing, _ in scored[:count]])
-            self.connection.send(report, [np.frombuffer(values, np.float32)])
+            closings, values = [closing for closing, _ in scored[:count]], b"".join(each for _, each in scored[:count])
+            for first in range(0, len(values), MAX_REPORT_BYTES):
+                part = [replace(closing, start=first // 4) for closing in closings] if first else closings
+                array = np.frombuffer(values[first : first + MAX_REPORT_BYTES], np.float32)
+                self.connection.send(wire.Report(part), [array])
             scored = scored[count:]
 
     def _report(self, entries: list[Entry], closings: list[wire.Closing]) -> None:

@@ -15,7 +15,7 @@ from april.data.rows import may_name
 from april.data.tokenizer import Tokenizer
 from april.util.logs import Failures
 from april.util.pulse import MAIN
-from april.wire.limits import MAX_REPORT_BYTES
+from april.wire.limits import MAX_TOKEN_SCORE_BYTES
 from april.wire.sockets.broker import BrokerConnection
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Item, RewardPart, RewardRules, Score
@@ -149,8 +149,8 @@ def closing(score: Score | GroupScore, length: int = 0) -> wire.Closing:
     """
     if isinstance(score, Score) and score.reward is None:
         return wire.GiveBack(score.key, length, "scoring_failed", score.error or "no reward")
-    if (size := len(token_values(score))) > MAX_REPORT_BYTES:
-        why = f"its token scores take {size} bytes, more than the {MAX_REPORT_BYTES} of a report"
+    if (size := len(token_values(score))) > MAX_TOKEN_SCORE_BYTES:
+        why = f"its token scores take {size} bytes, more than the {MAX_TOKEN_SCORE_BYTES} that a score may have"
         return wire.GiveBack(score.key, length, "scoring_failed", why)
     scores = score.scores if isinstance(score, GroupScore) else [score]
     rewards, details = [item.reward for item in scores if item.reward is not None], [item.details for item in scores]

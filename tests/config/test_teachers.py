@@ -19,6 +19,7 @@ def made(**sections):
 TWO = {"big": {"path": "."}, "small": {"path": "."}}
 SOURCES = {"sources": [{"path": "a.jsonl", "teacher": "small"}, {"path": "b.jsonl", "teacher": "big"}]}
 HELD = {"big": {"path": ".", "where": "learner"}}
+TOP = {"big": {"path": ".", "top_k": 20}}
 HINTED = {"divergence": "forward_kl", "hint": "{prompt} ({label})"}
 REFUSED = {
     "'reward.where' = 'worker' has nobody to ask": {"reward": {"where": "worker"}},
@@ -39,6 +40,13 @@ REFUSED = {
     "'algorithm.divergence' = 'forward_kl' has no teacher that": {"algorithm": {"divergence": "forward_kl"}},
     "'algorithm.divergence' = 'forward_kl' compares whole": {
         "algorithm": {"divergence": "forward_kl"}, "sampling": {"top_k": 8}, "teacher": HELD,
+    },
+    "'algorithm.divergence' = 'reverse_kl' takes whole distributions, .* use 'forward_kl', or": {
+        "algorithm": {"divergence": "reverse_kl"}, "teacher": TOP,
+    },
+    "'teacher.big.top_k' = 20 is asked for, and no algorithm.divergence": {"teacher": TOP},
+    "'teacher.big.top_k' = 20 is what scorers ask for": {
+        "teacher": {"big": HELD["big"] | TOP["big"]}, "algorithm": {"divergence": "forward_kl"},
     },
     "'algorithm.hint' = .* has to say once": {"teacher": {}, "algorithm": HINTED | {"hint": "{label}"}},
     "'algorithm.hint' = .* nothing says which field of rows.jsonl": {
@@ -107,9 +115,26 @@ def test_a_source_s_samples_have_its_teacher_or_the_only_one():
     assert teacher_of(made(teacher={}), 0) == ""
 
 
+def test_a_divergence_over_the_top_k_is_from_the_teachers_of_the_sources_that_have_it():
+    check_teachers(made(teacher=TOP, algorithm={"divergence": "forward_kl"}))
+    sources = [
+        {"path": "a.jsonl", "teacher": "small", "algorithm": {"distillation": "reverse_kl"}},
+        {"path": "b.jsonl", "teacher": "big", "algorithm": {"divergence": "forward_kl"}},
+        {"path": "c.jsonl", "algorithm": {"advantage": "rloo"}},
+    ]
+    several = made(teacher=TWO | TOP, data={"sources": sources})
+    check_teachers(several)
+    assert [teacher_of(several, source) for source in range(3)] == ["small", "big", ""]
+    sources[1]["teacher"] = "small"
+    with pytest.raises(
+        ConfigError, match=r"has no teacher that the learner holds, or whose top k .* teacher.small.top"
+    ):
+        check_teachers(made(teacher={"small": {"path": "."}}, data={"sources": sources}))
+
+
 def test_a_teacher_that_the_learner_holds_is_not_asked_by_scorers():
     held = made(teacher=HELD, algorithm={"divergence": "forward_kl"}, reward={"where": "worker"})
     check_teachers(held)
     assert teacher_of(held, 0) == ""
-    with pytest.raises(ConfigError, match="'forward_kl' needs a teacher, which learner"):
+    with pytest.raises(ConfigError, match="'forward_kl' compares the policy with a teacher, which learner"):
         BackendEntry.check(held)

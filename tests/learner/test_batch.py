@@ -55,8 +55,13 @@ def test_token_scores_survive_encoding_where_only_some_samples_have_them_and_cos
     rng = np.random.default_rng(0)
     plain, scored = make_sample(rng, 2, 3, 1.0), make_sample(rng, 1, 2, 0.0)
     columns = {"teacher": np.array([-1.5, 0.0], np.float32), "of_turn": np.array([2.0, 2.0], np.float32)}
+    columns["teacher/top_k"] = np.array([[7.0, -0.5, 3.0, -1.5], [2.0, -0.1, 4.0, -2.5]], np.float32)
     batch = TrainingBatch(0, [[plain, replace(scored, token_scores=columns), make_sample(rng, 2, 0, 1.0)]])
     assert_equal(decode(encode(batch)), batch)
+    fewer = replace(plain, token_scores={"teacher/top_k": np.ones((3, 2), np.float32)})
+    first, _ = decode(encode(TrainingBatch(0, [[fewer, batch.samples[1]]]))).samples
+    assert np.isnan(first.token_scores["teacher/top_k"][:, 2:]).all(), "a teacher that was asked for fewer ids before"
+    assert (first.token_scores["teacher/top_k"][:, :2] == 1).all()
     assert b"token_scores" not in encode(TrainingBatch(0, [[plain, scored]]))
     with pytest.raises(ValueError, match="a token score has another length than the 2 response tokens"):
         replace(scored, token_scores={"teacher": np.zeros(3, np.float32)})

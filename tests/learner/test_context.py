@@ -19,7 +19,7 @@ from april.learner.model import empty_policy, load
 from april.learner.policy.divided import by_threads, objection_to_division
 from tests.support.learner.comparison import equal, same
 from tests.support.learner.run_ranks import run_ranks
-from tests.support.learner.small_learner import VOCAB, cut_batch, far_batch, job, make_config, uneven_batch
+from tests.support.learner.small_learner import VOCAB, cut_batch, far_batch, job, make_config, told_batch, uneven_batch
 
 pytestmark = pytest.mark.xdist_group("context")
 CASES = {
@@ -30,6 +30,7 @@ CASES = {
     "corrections of a batch": ({"minibatches": 2}, {"algorithm": {"loss": "gspo", "corrections": ["m2po"]}}),
     "supports": ({}, {}),
     "taught": ({"microbatch_tokens": 20}, {"algorithm": {"divergence": "reverse_kl"}}),
+    "top k": ({"microbatch_tokens": 20}, {"algorithm": {"divergence": "forward_kl"}, "top_k": 3}),
     "gradient norms": ({}, {"algorithm": {"advantage": "opob"}}),
 }
 """Keys of [learner], and further sections."""
@@ -38,6 +39,8 @@ CASES = {
 def batches_of(case, policy):
     if case == "supports":
         return [cut_batch(policy)]
+    if case == "top k":
+        return [told_batch(uneven_batch(step, policy), 3) for step in range(2)]
     return [far_batch(policy)] if "batch" in case else [uneven_batch(step, policy) for step in range(2)]
 
 
@@ -46,7 +49,7 @@ def outcomes(policy, folder, ranks, size, resumed=()):
 
     def config(name, keys=(), sections=()):
         shared = {"ranks": ranks, "context_parallel": size, **dict(keys)}
-        taught = {"teacher": policy} if name == "taught" else {}  # it is sampled from at another temperature
+        taught = {"teacher": policy} if name in ("taught", "top k") else {}  # it is sampled from at another temperature
         return make_config(policy, folder / name, **dict(sections), **taught, **shared)
 
     jobs = {

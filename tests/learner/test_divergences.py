@@ -1,4 +1,5 @@
-"""Distillation as a loss: divergences over the whole vocabulary, made by pieces, with their true gradient."""
+"""Distillation as a loss: divergences over the whole vocabulary or a teacher's top k, made by pieces, with their true
+gradient."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april.config import Config
-from april.learner import teacher
+from april.learner import head_divergence
 from april.learner.batch import TrainingBatch
+from april.learner.head_divergence import TopKDivergence, divergence_from
 from april.learner.loading import ModelError
 from april.learner.losses import DIVERGENCES
 from april.learner.packing import HeadInputs, longest_input, pack
-from april.learner.teacher import Teacher, divergence_from
+from april.learner.teacher import Teacher
 from april.learner.trainer import Trainer
 from tests.support.learner.small_learner import make_config, make_policy, make_sample
 
@@ -53,7 +55,7 @@ def probabilities(head):
 @pytest.mark.parametrize("cap", [None, 2.0], ids=["", "capped"])
 def test_pieces_have_the_value_and_the_gradient_of_whole_distributions(name, cap, monkeypatch):
     """Also by finite differences, with a teacher whose head has more ids."""
-    monkeypatch.setattr(teacher, "PIECE_LOGITS", 3 * 31)
+    monkeypatch.setattr(head_divergence, "PIECE_LOGITS", 3 * 31)
     policy, big = heads(torch.Generator().manual_seed(4), 40, cap)
     inputs = policy.hidden.requires_grad_(), policy.weight.requires_grad_()
     ours, theirs = divergence_from(big, PARTS[name], policy), reference(name, probabilities(big), probabilities(policy))
@@ -65,6 +67,38 @@ def test_pieces_have_the_value_and_the_gradient_of_whole_distributions(name, cap
     assert torch.autograd.gradcheck(
         lambda hidden, weight: divergence_from(big, PARTS[name], HeadInputs(hidden, weight, 0.7, cap)), inputs
     )
+
+
+@pytest.mark.parametrize("cap", [None, 2.0], ids=["", "capped"])
+def test_a_forward_kl_over_the_top_k_has_the_value_and_the_gradient_of_its_definition(cap, monkeypatch):
+    """Also by finite differences. The policy's probabilities are those of its whole distribution, at its temperature;
+    the teacher's are not renormalised. What is missing, and an id that the policy lacks, count nothing."""
+    monkeypatch.setattr(head_divergence, "PIECE_LOGITS", 3 * 31)
+    policy, big = heads(torch.Generator().manual_seed(4), 31, cap)
+    inputs = policy.hidden.requires_grad_(), policy.weight.requires_grad_()
+    p, q = probabilities(big), probabilities(policy)
+    top, ids = p.topk(6)
+    told = torch.stack([ids.double(), top.log()], -1)
+    told[2, 4:], told[5, 0, 0] = torch.nan, 31.0
+    counted = torch.ones(7, 6, dtype=bool)
+    counted[2, 4:], counted[5, 0] = False, False
+    theirs = torch.where(counted, top * (top / q.gather(1, ids)).log(), 0.0).sum(-1)
+
+    def divergence(hidden, weight):
+        return TopKDivergence(told, PARTS["forward_kl"])(HeadInputs(hidden, weight, 0.7, cap))
+
+    ours = divergence(*inputs)
+    assert (ours - theirs).abs().max() <= 1e-9
+    factors = torch.linspace(-1, 2, 7).double()
+    gradients, expected = (torch.autograd.grad((factors * each).sum(), inputs) for each in (ours, theirs))
+    for one, other in zip(gradients, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-9
+    assert torch.autograd.gradcheck(divergence, inputs)
+    part = TopKDivergence(told, PARTS["forward_kl"]).part(slice(2, 4))
+    assert part(HeadInputs(policy.hidden[2:4], policy.weight, 0.7, cap)).equal(ours[2:4]), "of ranks that share a row"
+    every = TopKDivergence(torch.stack([torch.arange(31.0).expand(7, 31), p.log()], -1), PARTS["forward_kl"])
+    whole = divergence_from(big, PARTS["forward_kl"], policy)
+    assert (every(policy) - whole).abs().max() <= 1e-9, "over all ids it is that of whole distributions"
 
 
 def test_a_teacher_that_lacks_ids_of_the_policy_is_refused(policy_folder, tmp_path):

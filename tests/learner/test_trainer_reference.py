@@ -19,6 +19,7 @@ from tests.support.learner.small_learner import (
     make_sample,
     near_policy,
     settings,
+    told_batch,
     uneven_batch,
 )
 
@@ -60,6 +61,10 @@ def outcome(request, policy_folder, tmp_path_factory):
     keys |= {"normalisation": "token_mean"}
     taught = {"teacher": make_policy(folder / "teacher", layers=1), "microbatch_tokens": 1, **unclipped}
     cases["taught"] = (config("taught", algorithm=keys, **taught), [three_samples(policy_folder)])
+    asked = keys | {"divergence": "forward_kl", "distillation_coef": 1.0}
+    cases["top k"] = (
+        config("top", algorithm=asked, top_k=3, **taught), [told_batch(three_samples(policy_folder), 3)]
+    )  # fmt: skip
     for name, budget in (("hinted", 1), ("hinted together", 64)):
         itself = config(name, algorithm=keys | {"hint": "{prompt}{label}"}, microbatch_tokens=budget, **unclipped)
         cases[name] = (itself, [hinted(three_samples(policy_folder))])
@@ -122,6 +127,26 @@ def test_what_a_teacher_teaches_is_that_of_whole_distributions(outcome, policy_f
     loss.backward()
     assert result["metrics"][0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert result["metrics"][0]["teacher_divergence"] == pytest.approx(loss.item() / 2, rel=1e-5)
+    same(result["gradients"][0], {name: parameter.grad for name, parameter in policy.named_parameters()})
+
+
+def test_a_scorer_s_teacher_teaches_its_top_k_on_all_ranks(outcome, policy_folder):
+    """By hand, over the ids that it has told; a sample of which it has told nothing learns nothing."""
+    result, config, (batch,) = outcome["top k"]
+    policy = AutoModelForCausalLM.from_pretrained(policy_folder)
+    divergence, mass = torch.zeros(()), 0.0
+    for sample in batch.samples[:-1]:
+        ours = distributions(policy, sample, config.sampling.temperature)
+        told = torch.from_numpy(sample.token_scores["held/top_k"]).view(-1, 3, 2)
+        theirs, ids = told[..., 1].exp(), told[..., 0].long()
+        divergence = divergence + (theirs * (theirs / ours.gather(1, ids)).log()).sum()
+        mass += theirs.sum().item()
+    loss = 2 * divergence / 17
+    loss.backward()
+    metrics = result["metrics"][0]
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["teacher_divergence"] == pytest.approx(loss.item() / 2, rel=1e-5)
+    assert metrics["teacher_top_k_mass"] == pytest.approx(mass / 17, rel=1e-5)
     same(result["gradients"][0], {name: parameter.grad for name, parameter in policy.named_parameters()})
 
 

@@ -1,11 +1,15 @@
-"""A run with a teacher: its token scores outlive a killed scorer, train the policy, and are kept with the samples."""
+"""A run with a teacher: its token scores outlive killed processes, train the policy, and are kept with the samples."""
 
+import numpy as np
 import pytest
 
 from april.broker.ledger.events import TokensScored
+from april.broker.payloads import split_columns
+from april.data.tokenizer import Tokenizer
 from april.observe.report.run_folder import read_records
-from tests.support.journal_events import events
+from tests.support.journal_events import events, events_and_arrays
 from tests.support.run_processes import assert_closed, steps_recorded, wait_until
+from tests.support.teacher_servers import RandomTeacher, serving
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -33,3 +37,45 @@ def test_a_teacher_scores_every_trained_token_though_its_scorer_is_killed(
     for row in trained:
         gaps = [a - b for a, b in zip(row["token_scores"][0]["values"], row["behaviour_logprobs"], strict=True)]
         assert max(map(abs, gaps)) < 0.05, "of the very tokens, by the very weights that sampled them"
+
+
+@pytest.mark.full
+def test_a_server_s_top_k_outlives_a_killed_broker_and_is_trained_again_bit_by_bit(
+    start_run, run_dir, config_file, policy_folder, gate
+):
+    """The learner is killed, too, and goes on from the beginning. A lie of the server is an attempt that failed."""
+    teacher = RandomTeacher(len(Tokenizer(policy_folder).inner))
+    with serving(teacher) as url:
+        with config_file.open("a") as file:
+            keys = f'kind = "sglang"\nurl = "{url}"\npath = "{policy_folder}"\ntop_k = 3'
+            file.write(f"\n[teacher.big]\n{keys}\n")
+        distil = ["--algorithm.advantage", "no_reward", "--algorithm.divergence", "forward_kl"]
+        distil += ["--learner.checkpoint_every", "3", "--learner.ranks", "1"]
+        job = start_run("--reward.where", "scorer", *distil, *gate.hold(2))
+        wait_until(lambda: (run_dir / "metrics.jsonl").exists() and steps_recorded(run_dir) >= 2, job)
+        files = [run_dir / f"samples/step_00000{step}.parquet" for step in (1, 2)]
+        wait_until(lambda: all(file.exists() for file in files), job)
+        before = [parquet.read_table(file, columns=["index", "learner_logprobs"]).to_pylist() for file in files]
+        written = [file.stat().st_mtime_ns for file in files]
+        job.kill("april.cli broker")
+        job.kill("april.learner.launch")
+        gate.open()
+        assert job.wait() == 0, job.output
+    summary = assert_closed(run_dir)
+    assert summary["steps"] == 3 and summary["starts"] == {"broker": 2, "learner": 2}
+    assert summary["replays"]["different"] == 0 and summary["replays"]["same"] >= 2
+    assert all(file.stat().st_mtime_ns > old for file, old in zip(files, written, strict=True)), "trained again"
+    assert [parquet.read_table(file, columns=["index", "learner_logprobs"]).to_pylist() for file in files] == before
+    failed = [event for event in events(run_dir) if getattr(event, "cause", "") == "scoring_failed"]
+    assert [event.error for event in failed if "named an id twice" in event.error], "and the sample was scored again"
+    told = [
+        np.frombuffer(columns["big/top_k"], np.float32).reshape(-1, 3, 2)
+        for event, arrays in events_and_arrays(run_dir)
+        if isinstance(event, TokensScored)
+        for columns in split_columns(event.columns, memoryview(arrays[0][1]))
+    ]
+    assert told and all(len(np.unique(pairs[..., 0])) > 3 for pairs in told if len(pairs) > 3)
+    masses = [record["learner"]["teacher_top_k_mass"] for record in read_records(run_dir / "metrics.jsonl")]
+    expected = np.exp(np.concatenate(told)[..., 1]).sum(-1).mean()
+    assert masses == pytest.approx([expected] * 3, rel=0.1)
+    assert all(record["learner"]["teacher_divergence"] > 0 for record in read_records(run_dir / "metrics.jsonl"))

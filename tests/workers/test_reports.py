@@ -53,6 +53,19 @@ def test_a_pass_sends_one_report_with_closings_after_all_rows(connection, report
     assert connection.take() == [], "nothing is new"
 
 
+def test_values_of_token_scores_beyond_a_report_go_in_parts_of_their_own(reports, monkeypatch):
+    monkeypatch.setattr(module, "MAX_REPORT_BYTES", 40)
+    sent, values = [], {lease: np.full(size, lease, np.float32) for lease, size in ((1, 4), (2, 24), (3, 5))}
+    reports.connection.send = lambda message, arrays: sent.append(
+        ([(closing.lease_id, closing.start) for closing in message.closings], arrays[0].tolist())
+    )
+    for lease, each in values.items():
+        reports.close(wire.TokenScored(lease, [1.0], [{}], columns=[{"a": len(each)}]), each.tobytes())
+    reports.send()
+    parts = [([(2, start)], [2.0] * size) for start, size in ((0, 10), (10, 10), (20, 4))]
+    assert sent == [([(1, 0)], [1.0] * 4), *parts, ([(3, 0)], [3.0] * 5)]
+
+
 def test_last_rows_wait_briefly_for_their_score(connection, reports, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module.clock, "now", lambda: now[0])

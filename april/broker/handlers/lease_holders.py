@@ -229,7 +229,13 @@ class LeaseHolderHandler:
         if fault:
             return self.reject(peer, lease.id, f"bad score: {fault}")
         if isinstance(scored, wire.TokenScored):
-            score_tokens(self.ledger, lease.id, scored.columns, values)
+            values_so_far = joined_values(peer, scored, values)
+            if values_so_far is None:
+                return self.reject(peer, lease.id, "bad score: a part of its values does not follow the one before it")
+            if len(values_so_far) < 4 * value_count(scored):
+                peer.token_scores = lease.id, values_so_far
+                return
+            score_tokens(self.ledger, lease.id, scored.columns, values_so_far)
         if lease.agent and lease.sample.group.group_scored:
             return self._close_agent(peer, wire.Closed(lease.id, scored.superseded, scored.state), now)
         if lease.for_group:
@@ -303,13 +309,17 @@ def score_fault(scored: wire.Scored, responses: int) -> str:
 
 def values_by_lease(received: wire.Received) -> dict[int, bytes]:
     """Values of the token scores, float32, by the lease of their closing; empty if the report has none. Raises
-    WireError unless there are as many as the closings say."""
+    WireError unless there are as many as the closings say, or of a closing in several reports the next part."""
     scored = [closing for closing in received.message.closings if isinstance(closing, wire.TokenScored)]
     if not scored:
         return {}
     if len({closing.lease_id for closing in scored}) < len(scored):
         raise wire.WireError("a report closes a lease once")
-    counts = [sum(count for columns in closing.columns for count in columns.values()) for closing in scored]
+    counts = [value_count(closing) - closing.start for closing in scored]
+    if len(counts) == 1:
+        counts = [min(counts[0], limits.MAX_REPORT_BYTES // 4)]
+    elif any(closing.start for closing in scored):
+        raise wire.WireError("a closing whose values come in several reports is alone in them")
     if [array.dtype for array in received.packed] != ["f4"] or 4 * sum(counts) != len(received.packed[0].data):
         raise wire.WireError("a report with token scores has no rows, and one f4 array with the values of all of them")
     values = memoryview(received.packed[0].data)
@@ -318,17 +328,38 @@ def values_by_lease(received: wire.Received) -> dict[int, bytes]:
     return {closing.lease_id: bytes(values[4 * first : 4 * end]) for closing, (first, end) in pairs}
 
 
+def value_count(scored: wire.TokenScored) -> int:
+    """Number of values of all token scores of a closing."""
+    return sum(count for columns in scored.columns for count in columns.values())
+
+
+def joined_values(peer: Peer, scored: wire.TokenScored, values: bytes) -> bytes | None:
+    """The values of a closing up to those of this report, float32; None if they do not follow those before."""
+    (lease_id, before), peer.token_scores = peer.token_scores, (0, b"")
+    if not scored.start:
+        return values
+    return before + values if (lease_id, len(before)) == (scored.lease_id, 4 * scored.start) else None
+
+
 def token_score_fault(scored: wire.Scored, samples: Sequence[Sample], values: bytes) -> str:
     """Fault in the token scores that a holder reports for the responses of a lease; empty if they are valid."""
     if not isinstance(scored, wire.TokenScored):
         return ""
     if isinstance(samples[0], AgentSample) or len(scored.columns) != len(samples):
         return "token scores are for each response of the lease, and for no agent's session"
+    if 4 * value_count(scored) > limits.MAX_TOKEN_SCORE_BYTES:
+        return f"token scores have at most {limits.MAX_TOKEN_SCORE_BYTES} bytes"
     for sample, columns in zip(samples, scored.columns, strict=True):
-        if len(columns) > limits.MAX_TOKEN_SCORES or not {*columns.values()} <= {sample.length, sample.turns}:
-            most = limits.MAX_TOKEN_SCORES
+        most = limits.MAX_TOKEN_SCORES
+        if len(columns) > most or not all(fits(count, sample) for count in columns.values()):
             return f"a response has at most {most} token scores, each with as many values as it has tokens or turns"
     return "" if np.isfinite(np.frombuffer(values, "<f4")).all() else "a token score is a finite number"
+
+
+def fits(count: int, sample: Sample) -> bool:
+    """Whether a token score of so many values is for each turn or token of a response, with some for each token."""
+    each, rest = divmod(count, sample.length) if sample.length else (count, 0)
+    return count in (sample.length, sample.turns) or (1 <= each <= limits.MAX_VALUES_PER_TOKEN and not rest)
 
 
 # --- scorers ----------------------------------------------------------------------------------------------------------

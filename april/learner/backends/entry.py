@@ -44,7 +44,7 @@ class BackendEntry:
     """Whether the back end supports `learner.context_parallel`."""
 
     holds_teachers: ClassVar[bool] = False
-    """Whether the back end holds a teacher, with which `algorithm.divergence` compares the policy."""
+    """Whether the back end compares the policy with a teacher, as `algorithm.divergence` does, and holds one."""
 
     native_files: ClassVar[Sequence[str]] = ()
     """File names that identify a native checkpoint of the back end (any one suffices); empty: the back end has no
@@ -91,7 +91,7 @@ class BackendEntry:
         check_context(config, cls.divides_rows)
         key, divergence = naming(config, "divergence")
         if divergence and not cls.holds_teachers:
-            why = f"needs a teacher, which learner.backend = {config.learner.backend!r} does not hold"
+            why = f"compares the policy with a teacher, which learner.backend = {config.learner.backend!r} does not do"
             fix = "leave it out, or use the default back end"
             refuse(key, divergence, why, fix)
 

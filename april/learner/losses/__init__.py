@@ -61,9 +61,9 @@ DIVERGENCES = Registry(
     "divergence",
     {name: f"april.learner.losses.divergences:{name}" for name in ("forward_kl", "reverse_kl", "jensen_shannon")},
 )
-"""Divergences of the policy from a teacher that the learner holds, over the whole vocabulary."""
+"""Divergences of the policy from a teacher: over the whole vocabulary, or, with `over_top_k`, over its top k ids."""
 
-ATTRIBUTES = ("clip_of_batch", "needs_norms", "needs_parts", "needs_values", "over_the_batch")
+ATTRIBUTES = ("clip_of_batch", "needs_norms", "needs_parts", "needs_values", "over_the_batch", "over_top_k")
 """Attributes by which a part says what it takes; of a callable object they may be its class's."""
 
 

@@ -1,8 +1,10 @@
-"""Divergences of the policy's distribution from a teacher's, over the whole vocabulary: distillation as a loss.
+"""Divergences of the policy's distribution from a teacher's: distillation as a loss.
 
 A part is a function (teacher_logprobs, logprobs) -> divergence of each row, [n, V], [n, V] -> [n]; the rows are
 log-probabilities of all V ids. It is differentiated by `logprobs`, so its gradient is the true one: over all ids, not
-only that of the sampled token. This module imports without torch, so that any machine can check a configuration.
+only that of the sampled token. A part with the attribute `over_top_k` may also get the log-probabilities of the k ids
+alone that a teacher finds most likely, [n, k], of both as they are in the whole distribution. This module imports
+without torch, so that any machine can check a configuration.
 """
 
 from __future__ import annotations
@@ -17,9 +19,14 @@ if TYPE_CHECKING:
 def forward_kl(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """KL(teacher || policy) = sum p_teacher (log p_teacher - log p): the policy covers all that the teacher may say.
 
-    Knowledge distillation, arXiv 1503.02531, on the policy's own samples.
+    Knowledge distillation, arXiv 1503.02531, on the policy's own samples. Over a teacher's top k ids it is the part of
+    the sum that they make. With s the sum of p_teacher over them it is at least s log s, where p is p_teacher / s on
+    them and 0 elsewhere.
     """
     return (teacher_logprobs.exp() * (teacher_logprobs - logprobs)).sum(-1)
+
+
+forward_kl.over_top_k = True  # type: ignore[attr-defined]
 
 
 def reverse_kl(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:

@@ -371,7 +371,7 @@ def check_needs_no_critic(config: Config) -> None:
         why = "is trained by April's learner, and a trainer of yours trains conversations itself"
         refuse(f"data.sources.{min(conversations)}.kind", "sft", why, "leave the source out")
     if divergence := config.algorithm.divergence:
-        why = "is from a teacher that April's learner holds, and a trainer of yours has its own, if any"
+        why = "is a loss of April's learner, and a trainer of yours has its own, if any"
         refuse("algorithm.divergence", divergence, why, "leave it out")
     for needs, why in (
         (needs_values, "asks for a critic, and a trainer of yours has its own, if any"),

@@ -72,13 +72,13 @@ def secret(name: str) -> str:
     return value
 
 
-def post(url: str, request: urllib.request.Request, deadline_s: float):
+def post(url: str, request: urllib.request.Request, deadline_s: float, longest_bytes: int = LONGEST_ANSWER_BYTES):
     """Send the request and return the decoded answer; retries while that can help and there is time. `url`: the address
-    without secrets, for errors. Raises RemoteError."""
+    without secrets, for errors. Raises RemoteError, also for an answer of more than `longest_bytes`."""
     pause_s = FIRST_PAUSE_S
     for number in range(1, TRIES + 1):
         try:
-            return answer_to(url, request, max(0.05, deadline_s - time.monotonic()))
+            return answer_to(url, request, max(0.05, deadline_s - time.monotonic()), longest_bytes)
         except urllib.error.HTTPError as error:
             if error.code not in RETRIABLE_STATUSES:
                 raise RemoteError(f"{url} refuses with status {error.code}") from None
@@ -91,11 +91,11 @@ def post(url: str, request: urllib.request.Request, deadline_s: float):
         pause_s *= 2
 
 
-def answer_to(url: str, request: urllib.request.Request, timeout_s: float):
+def answer_to(url: str, request: urllib.request.Request, timeout_s: float, longest_bytes: int):
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        data = answer.read(LONGEST_ANSWER_BYTES + 1)
-    if len(data) > LONGEST_ANSWER_BYTES:
-        raise RemoteError(f"{url} answered with more than {LONGEST_ANSWER_BYTES} bytes")
+        data = answer.read(longest_bytes + 1)
+    if len(data) > longest_bytes:
+        raise RemoteError(f"{url} answered with more than {longest_bytes} bytes")
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:

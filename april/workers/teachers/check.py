@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
+from msgspec.structs import replace
+
 from april.config import Config
 from april.config.workers import TeacherSection
 from april.data.tokenizer import Tokenizer
@@ -13,6 +15,7 @@ from april.workers.rewards.remote import RemoteError
 from april.workers.teachers import TEACHERS
 from april.workers.teachers.messages import TeacherError
 from april.workers.teachers.pool import rules_of
+from april.workers.teachers.process import checked
 from april.workers.teachers.servers import ServerTeacher
 
 PROBED_TOKENS = 256
@@ -28,13 +31,15 @@ def check_teacher(config: Config, name: str, section: TeacherSection) -> None:
     if section.kind in TEACHERS.shipped and bool(section.url) != getattr(kind, "is_server", False):
         fix = "leave it out" if section.url else "set it to http://HOST:PORT"
         refuse(f"{key}.url", section.url, f"does not fit {key}.kind = {section.kind!r}", fix)
+    if config.vocabulary and section.top_k > config.vocabulary:
+        refuse(f"{key}.top_k", section.top_k, f"is more than the policy's {config.vocabulary} ids", "lower it")
     if not section.path.is_dir():
         refuse(f"{key}.path", section.path, "is no folder", "give the Hugging Face folder of the teacher's tokeniser")
     policy = Tokenizer(config.model.path)
     compare(f"{key}.path", section, policy, Tokenizer(section.path))
     if isinstance(kind, type) and issubclass(kind, ServerTeacher):
-        rules = rules_of(name, section.model_copy(update={"timeout_s": min(PROBE_S, section.timeout_s)}))
-        probe(key, kind(rules), policy)
+        rules = rules_of(config, name)
+        probe(key, kind(replace(rules, timeout_s=min(PROBE_S, rules.timeout_s))), policy)
     held = config.model_copy(update={"model": config.model.model_copy(update={"path": section.path})})
     ours, theirs = config.vocabulary or 0, held.vocabulary or 0
     if section.where == "learner" and theirs < ours:
@@ -55,11 +60,12 @@ def probe(key: str, teacher: ServerTeacher, policy: Tokenizer) -> None:
     """Have a server score a text of plain words, and compare what it says of its tokens with the policy's tokeniser."""
     ids = list(islice(plain_ids(policy), PROBED_TOKENS))
     try:
-        scored = teacher.scored(ids)
-        if len(scored) != len(ids):
-            raise TeacherError(f"it scored {len(scored)} tokens where {len(ids)} were asked for")
+        scored = teacher.scored(ids, with_texts=True)
+        checked(teacher.told(ids, scored), 1, len(ids) - 1, teacher.rules)
     except (RemoteError, TeacherError, LookupError, TypeError, ValueError) as error:
         fix = "start the server, or name its kind"
+        if teacher.rules.top_k:
+            fix += f"; if it tells fewer ids, lower {key}.top_k, or raise its limit (vLLM's --max-logprobs)"
         refuse(f"{key}.url", teacher.rules.url, f"gives no log-probabilities ({first_line(error)})", fix)
     for asked, token in zip(ids, scored, strict=True):
         text = policy.inner.decode([asked])

@@ -1,8 +1,13 @@
 """A teacher that is a model folder, computed by transformers as it is."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from april.workers.teachers.messages import TeacherError, TeacherRules
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROWS = 1024
 """Positions whose log-softmax is computed together, in float32: it takes ROWS * vocabulary * 4 bytes."""
@@ -15,12 +20,13 @@ class FolderTeacher:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.device = torch.device(rules.device)
+        self.device, self.rules = torch.device(rules.device), rules
         model = AutoModelForCausalLM.from_pretrained(rules.path, dtype="auto", local_files_only=True)
         self.model = model.to(self.device).eval()
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
-        """Log-probabilities of ids 1 to T - 1 given those before; int32 [T] -> float32 [T - 1]. Raises TeacherError."""
+        """Log-probabilities of ids 1 to T - 1 given those before; int32 [T] -> float32 [T - 1], or with `top_k` as in
+        `messages.Teacher`. Raises TeacherError."""
         import torch
 
         text = torch.from_numpy(ids.astype(np.int64)).to(self.device)
@@ -29,7 +35,18 @@ class FolderTeacher:
             if len(text) and int(text.max()) >= logits.shape[1]:
                 raise TeacherError(f"has {logits.shape[1]} ids, and the text has id {int(text.max())}")
             found = [
-                rows.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+                self.told(rows.float().log_softmax(-1), targets[:, None])
                 for rows, targets in zip(logits.split(ROWS), text[1:].split(ROWS), strict=True)
             ]
         return torch.cat(found).cpu().numpy()
+
+    def told(self, logprobs: "Tensor", targets: "Tensor") -> "Tensor":
+        """What is told of n tokens: from log-probabilities [n, V] those of the targets, int64 [n, 1], and of the ids of
+        the policy that are most likely."""
+        import torch
+
+        own = logprobs.gather(1, targets)
+        if not self.rules.top_k:
+            return own[:, 0]
+        top, ids = logprobs[:, : self.rules.vocabulary or None].topk(self.rules.top_k)
+        return torch.cat([own, torch.stack([ids.to(own.dtype), top], -1).flatten(1)], 1)

@@ -17,6 +17,10 @@ class TeacherRules(msgspec.Struct, frozen=True):
     model: str
     device: str
     timeout_s: float
+    top_k: int = 0
+    """Most likely ids of each token that the teacher tells; 0: none."""
+    vocabulary: int = 0
+    """Number of ids of the policy; 0 if unknown."""
 
 
 class TeacherItem(msgspec.Struct, array_like=True, frozen=True):
@@ -33,6 +37,8 @@ class TeacherAnswer(msgspec.Struct, array_like=True, frozen=True):
     key: int
     columns: list[bytes] = []
     error: str = ""
+    tops: list[bytes] = []
+    """For each response k pairs (id, log-probability) for each token, as float32 bytes; none without `top_k`."""
 
 
 class TeacherError(RuntimeError):
@@ -40,5 +46,6 @@ class TeacherError(RuntimeError):
 
 
 Teacher = Callable[[np.ndarray], np.ndarray]
-"""Function (ids of a text, int32 [T]) -> log-probabilities of its ids from the second on, float [T - 1]. Raises
-TeacherError, or what a model raises."""
+"""Function (ids of a text, int32 [T]) -> log-probabilities of its ids from the second on, float [T - 1]. With `top_k`
+k > 0: float [T - 1, 1 + 2k], where each is followed by k pairs (id, log-probability), the most likely ids in its place.
+Raises TeacherError, or what a model raises."""

@@ -7,7 +7,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from april.config import Config
-from april.config.workers import TeacherSection
+from april.config.teachers import top_k_score
 from april.util.pool import PoolProcess, ProcessPool
 from april.workers.rewards.messages import GroupScore, Score
 from april.workers.teachers.messages import TeacherAnswer, TeacherItem, TeacherRules
@@ -18,9 +18,9 @@ AnyScore = Score | GroupScore
 class TeacherPool(ProcessPool[TeacherItem, TeacherAnswer]):
     """Processes that ask one teacher."""
 
-    def __init__(self, name: str, section: TeacherSection):
-        self.rules = rules_of(name, section)
-        super().__init__(section.processes)
+    def __init__(self, config: Config, name: str):
+        self.rules = rules_of(config, name)
+        super().__init__(config.teacher[name].processes)
 
     def start_process(self) -> PoolProcess:
         return PoolProcess("april.workers.teachers.process", self.rules, self.rules.timeout_s, TeacherAnswer)
@@ -29,10 +29,11 @@ class TeacherPool(ProcessPool[TeacherItem, TeacherAnswer]):
         return TeacherAnswer(item.key, error=f"teacher {self.rules.name!r}: {failure}")
 
 
-def rules_of(name: str, section: TeacherSection) -> TeacherRules:
+def rules_of(config: Config, name: str) -> TeacherRules:
+    section = config.teacher[name]
     return TeacherRules(
         name, section.kind, str(section.path), section.url, section.url_key_variable, section.model, section.device,
-        section.timeout_s,
+        section.timeout_s, section.top_k, config.vocabulary or 0,
     )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ class Teachers:
     """
 
     def __init__(self, config: Config):
-        self.sections = config.teacher
+        self.config = config
         self._pools: dict[str, TeacherPool] = {}
         self._asked: dict[int, str] = {}
         """Key of each score that lacks something -> name of its teacher."""
@@ -60,7 +61,7 @@ class Teachers:
         """Ask a teacher for the log-probabilities of responses, int32 [R] each, to a prompt, int32 [P]."""
         pool = self._pools.get(name)
         if pool is None:
-            pool = self._pools[name] = TeacherPool(name, self.sections[name])
+            pool = self._pools[name] = TeacherPool(self.config, name)
         self._asked[key] = name
         ids = [np.asarray(response, "<i4").tobytes() for response in responses]
         pool.put(TeacherItem(key, np.asarray(prompt, "<i4").tobytes(), ids))
@@ -87,10 +88,13 @@ class Teachers:
 
 
 def with_column(score: AnyScore, name: str, answer: TeacherAnswer) -> AnyScore:
-    """A score with the log-probabilities of a teacher as the token score of its name, or with the teacher's error."""
+    """A score with the log-probabilities of a teacher as the token score of its name, and its most likely ids as
+    another, or with the teacher's error."""
     if answer.error:
         return Score(score.key, None, answer.error)
+    told = [{name: data} for data in answer.columns]
+    told = [one | {top_k_score(name): top} for one, top in zip(told, answer.tops, strict=True)] if answer.tops else told
     if isinstance(score, Score):
-        return replace(score, token_scores={**score.token_scores, name: answer.columns[0]})
-    pairs = zip(score.scores, answer.columns, strict=True)
-    return GroupScore(score.key, [replace(one, token_scores={**one.token_scores, name: data}) for one, data in pairs])
+        return replace(score, token_scores={**score.token_scores, **told[0]})
+    pairs = zip(score.scores, told, strict=True)
+    return GroupScore(score.key, [replace(one, token_scores={**one.token_scores, **own}) for one, own in pairs])

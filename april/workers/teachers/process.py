@@ -16,6 +16,8 @@ SMALLEST = -1e4
 """Least log-probability that is one; a lower one, such as that of a masked token, is refused."""
 LARGEST = 1e-3
 """Largest log-probability that is one: 0, but for rounding."""
+EXACT_IDS = 1 << 24
+"""Ids that float32 holds exactly."""
 
 
 def main(limit_s: float) -> None:
@@ -31,7 +33,7 @@ def main(limit_s: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             teacher = teacher or TEACHERS.find(rules.kind)(rules)
-            answer = answer_of(teacher, item)
+            answer = answer_of(teacher, item, rules)
         except Exception as error:
             reason = f"teacher {rules.name!r}: {type(error).__name__}: {error}"
             answer = TeacherAnswer(item.key, error=reason[:ERROR_CHARACTERS])
@@ -39,26 +41,39 @@ def main(limit_s: float) -> None:
         write_frame(outgoing, frame(answer))
 
 
-def answer_of(teacher: Teacher, item: TeacherItem) -> TeacherAnswer:
-    """Log-probabilities of an item's responses. Raises TeacherError for too many or too few, or for what is none."""
+def answer_of(teacher: Teacher, item: TeacherItem, rules: TeacherRules) -> TeacherAnswer:
+    """What a teacher says of an item's responses. Raises TeacherError for too much or too little, or for what is no
+    log-probability or id."""
     prompt = np.frombuffer(item.prompt, "<i4")
-    return TeacherAnswer(
-        item.key,
-        [
-            checked(teacher(np.concatenate([prompt, response])), len(prompt), len(response)).tobytes()
-            for response in (np.frombuffer(data, "<i4") for data in item.responses)
-        ],
-    )
+    found = [
+        checked(teacher(np.concatenate([prompt, response])), len(prompt), len(response), rules)
+        for response in (np.frombuffer(data, "<i4") for data in item.responses)
+    ]
+    tops = [top.tobytes() for _, top in found] if rules.top_k else []
+    return TeacherAnswer(item.key, [logprobs.tobytes() for logprobs, _ in found], tops=tops)
 
 
-def checked(logprobs: np.ndarray, prompt_tokens: int, response_tokens: int) -> np.ndarray:
-    """Log-probabilities of a response, float32 [response_tokens], of those of the text, `logprobs`."""
-    if len(logprobs) != prompt_tokens + response_tokens - 1:
-        raise TeacherError(f"gave {len(logprobs)} log-probabilities for a text of {prompt_tokens + response_tokens}")
-    found = np.asarray(logprobs[prompt_tokens - 1 :], "<f4")
-    if not np.isfinite(found).all() or (len(found) and (found.max() > LARGEST or found.min() < SMALLEST)):
+def checked(
+    told: np.ndarray, prompt_tokens: int, response_tokens: int, rules: TeacherRules
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of what a teacher tells of a text (`messages.Teacher`): the log-probabilities of the response's R tokens, float32
+    [R], and k pairs (id, log-probability) of each, float32 [R, k, 2]; float32 is exact for ids below 2^24."""
+    if len(told) != prompt_tokens + response_tokens - 1:
+        raise TeacherError(f"gave {len(told)} log-probabilities for a text of {prompt_tokens + response_tokens}")
+    found, k = np.asarray(told[prompt_tokens - 1 :], np.float64), rules.top_k
+    if found.shape[1:] != ((1 + 2 * k,) if k else ()):
+        raise TeacherError(f"gave no {k} pairs of an id and a log-probability with each log-probability")
+    found = found.reshape(response_tokens, 1 + 2 * k)
+    logprobs, tops = found[:, 0], found[:, 1:].reshape(response_tokens, k, 2)
+    if not all(np.isfinite(each).all() and (each <= LARGEST).all() and (each >= SMALLEST).all()
+               for each in (logprobs, tops[..., 1])):  # fmt: skip
         raise TeacherError("gave a log-probability that is not finite, above 0 or below -10,000")
-    return found
+    ids, most = np.sort(tops[..., 0], 1), rules.vocabulary or EXACT_IDS
+    if not ((ids >= 0) & (ids < most) & (ids == np.floor(ids))).all():
+        raise TeacherError(f"named an id that is none of the policy's {most}")
+    if (np.diff(ids, axis=1) == 0).any():
+        raise TeacherError("named an id twice among the most likely of one token")
+    return logprobs.astype("<f4"), tops.astype("<f4")
 
 
 if __name__ == "__main__":

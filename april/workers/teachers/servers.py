@@ -5,6 +5,7 @@ process, whose names the configuration has.
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.request import Request
 
@@ -13,6 +14,9 @@ import numpy as np
 
 from april.workers.rewards.remote import TRIES_SHARE, post, secret
 from april.workers.teachers.messages import TeacherError, TeacherRules
+
+LONGEST_ANSWER_BYTES = 1 << 30
+"""Most bytes of an answer: a text of 262,144 tokens, with 20 ids of each, is told in some 300 MB."""
 
 
 class ScoredToken(NamedTuple):
@@ -24,6 +28,8 @@ class ScoredToken(NamedTuple):
     """Id that was scored; None if the server does not tell."""
     text: str | None = None
     """Text of the token by the server's tokeniser; None if the server does not tell."""
+    top: Sequence[tuple[int, float]] = ()
+    """The most likely ids in its place with their log-probabilities, the most likely first."""
 
 
 class ServerTeacher:
@@ -34,19 +40,31 @@ class ServerTeacher:
     def __init__(self, rules: TeacherRules):
         self.rules = rules
 
-    def scored(self, ids: list[int]) -> list[ScoredToken]:
+    def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
         """The tokens of a text as the server scores them. Raises RemoteError, or LookupError for other fields."""
         raise NotImplementedError
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
-        """Log-probabilities of ids 1 to T - 1; int32 [T] -> float64 [T - 1]. Raises TeacherError, RemoteError."""
+        """Log-probabilities of ids 1 to T - 1; int32 [T] -> float64 [T - 1], or with `top_k` as in `messages.Teacher`.
+        Raises TeacherError, RemoteError."""
         scored = self.scored(ids.tolist())
-        if len(scored) != len(ids):
-            raise TeacherError(f"the server scored {len(scored)} tokens where {len(ids)} were asked for")
-        for asked, token in zip(ids.tolist(), scored, strict=True):
+        for asked, token in zip(ids.tolist(), scored, strict=False):
             if token.id not in (None, asked):
                 raise TeacherError(f"the server scored another text: token {token.id} where {asked} was asked for")
-        return np.array([np.nan if token.logprob is None else token.logprob for token in scored[1:]])
+        return self.told(ids.tolist(), scored)
+
+    def told(self, ids: list[int], scored: list[ScoredToken]) -> np.ndarray:
+        """The result for a text, from its tokens as the server scores them. Raises TeacherError."""
+        if len(scored) != len(ids):
+            raise TeacherError(f"the server scored {len(scored)} tokens where {len(ids)} were asked for")
+        k = self.rules.top_k
+        logprobs = np.array([np.nan if token.logprob is None else token.logprob for token in scored[1:]])
+        if not k:
+            return logprobs
+        if told := [len(token.top) for token in scored[1:] if len(token.top) < k]:
+            raise TeacherError(f"the server told the {told[0]} most likely ids of a token where {k} were asked for")
+        tops = np.array([token.top[:k] for token in scored[1:]], np.float64).reshape(len(logprobs), 2 * k)
+        return np.concatenate([logprobs[:, None], tops], 1)
 
     def ask(self, path: str, **body: Any) -> Any:
         """The server's answer to a request. Raises RemoteError."""
@@ -55,38 +73,69 @@ class ServerTeacher:
         request = Request(url, msgspec.json.encode(body), {"Content-Type": "application/json"})
         if self.rules.url_key_variable:
             request.add_unredirected_header("Authorization", f"Bearer {secret(self.rules.url_key_variable)}")
-        return post(url, request, time.monotonic() + TRIES_SHARE * self.rules.timeout_s)
+        return post(url, request, time.monotonic() + TRIES_SHARE * self.rules.timeout_s, LONGEST_ANSWER_BYTES)
 
 
 class SglangTeacher(ServerTeacher):
-    """SGLang's `/generate` with `logprob_start_len`."""
+    """SGLang's `/generate` with `logprob_start_len` and `top_logprobs_num`."""
 
-    def scored(self, ids: list[int]) -> list[ScoredToken]:
+    def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
         answer = self.ask(
             "/generate", input_ids=ids, sampling_params={"max_new_tokens": 1, "temperature": 0}, return_logprob=True,
-            logprob_start_len=0, return_text_in_logprobs=True, stream=False,
+            logprob_start_len=0, return_text_in_logprobs=with_texts, stream=False,
+            **({"top_logprobs_num": self.rules.top_k} if self.rules.top_k else {}),
         )  # fmt: skip
-        return [ScoredToken(*entry) for entry in answer["meta_info"]["input_token_logprobs"]]
+        told = answer["meta_info"]
+        tokens = [ScoredToken(*entry) for entry in told["input_token_logprobs"]]
+        if not self.rules.top_k:
+            return tokens
+        return with_tops(tokens, [[(each[1], each[0]) for each in entry or ()] for entry in told["input_top_logprobs"]])
 
 
 class VllmTeacher(ServerTeacher):
     """vLLM's `/v1/completions` with `prompt_logprobs`."""
 
-    def scored(self, ids: list[int]) -> list[ScoredToken]:
-        answer = self.ask("/v1/completions", prompt=ids, max_tokens=1, temperature=0, prompt_logprobs=0)
-        found = []
+    def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
+        k = self.rules.top_k
+        answer = self.ask("/v1/completions", prompt=ids, max_tokens=1, temperature=0, prompt_logprobs=k)
+        found, tops = [], []
         for asked, entry in zip(ids, answer["choices"][0]["prompt_logprobs"], strict=True):
             number = str(asked) if not entry or str(asked) in entry else next(iter(entry))
             told = (entry or {}).get(number, {})
+            tops.append([(int(key), each["logprob"]) for key, each in (entry or {}).items()])
             found.append(ScoredToken(told.get("logprob"), int(number), told.get("decoded_token")))
-        return found
+        return with_tops(found, tops) if k else found
 
 
 class OpenaiTeacher(ServerTeacher):
-    """Completions as OpenAI's API has them, with `echo` and `logprobs`; they tell texts of tokens, not ids."""
+    """Completions as OpenAI's API has them, with `echo` and `logprobs`; they tell texts of tokens, not ids. A text may
+    be that of several ids, so that the most likely ones are asked for as `token_id:ID`, which vLLM's server tells."""
 
-    def scored(self, ids: list[int]) -> list[ScoredToken]:
-        answer = self.ask("/v1/completions", prompt=ids, max_tokens=0, temperature=0, echo=True, logprobs=0)
+    def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
+        k = self.rules.top_k
+        as_ids = {"return_tokens_as_token_ids": True} if k else {}
+        answer = self.ask("/v1/completions", prompt=ids, max_tokens=0, temperature=0, echo=True, logprobs=k, **as_ids)
         told = answer["choices"][0]["logprobs"]
         pairs = zip(told["token_logprobs"], told["tokens"], strict=True)
-        return [ScoredToken(logprob, None, text) for logprob, text in pairs]
+        if not k:
+            return [ScoredToken(logprob, None, text) for logprob, text in pairs]
+        tops = [[(id_of(key), logprob) for key, logprob in (entry or {}).items()] for entry in told["top_logprobs"]]
+        return with_tops([ScoredToken(logprob, id_of(key)) for logprob, key in pairs], tops)
+
+
+def with_tops(tokens: list[ScoredToken], tops: Sequence[list[tuple[int, float | None]]]) -> list[ScoredToken]:
+    """Tokens with the ids that are most likely in their places; servers may add the token of the text itself, and name
+    them in any order. Raises TeacherError."""
+    if len(tops) != len(tokens):
+        raise TeacherError(f"the server told the most likely ids of {len(tops)} tokens where it scored {len(tokens)}")
+    numbers = ([(number, np.nan if p is None else p) for number, p in top] for top in tops)
+    ordered = (sorted(top, key=lambda pair: (not np.isnan(pair[1]), -pair[1])) for top in numbers)
+    return [token._replace(top=top) for token, top in zip(tokens, ordered, strict=True)]
+
+
+def id_of(text: str) -> int:
+    """The id that a server tells as `token_id:ID`. Raises TeacherError for another text."""
+    number = text.removeprefix("token_id:")
+    if number == text or not number.isdecimal():
+        raise TeacherError(f"the server tells a token as {text[:40]!r}, where token_id:ID was asked for")
+    return int(number)

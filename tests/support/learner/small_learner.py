@@ -53,14 +53,17 @@ def make_policy(
 
 
 def make_config(
-    policy: Path, run_folder: Path, temperature: float = 0.7, algorithm=(), lora=(), critic=(), teacher=None, **learner
-) -> Config:
-    """`teacher`: folder of a teacher that the learner holds."""
+    policy: Path, run_folder: Path, temperature: float = 0.7, algorithm=(), lora=(), critic=(), teacher=None, top_k=0,
+    **learner,
+) -> Config:  # fmt: skip
+    """`teacher`: folder of a teacher that the learner holds, or that scorers ask for its `top_k` ids."""
     return Config.model_validate(
         {
             "algorithm": PLAIN_CLIP | dict(algorithm),
             "critic": dict(critic),
-            "teacher": {"held": {"path": teacher, "where": "learner"}} if teacher else {},
+            "teacher": {"held": {"path": teacher, "where": "scorer" if top_k else "learner", "top_k": top_k}}
+            if teacher
+            else {},
             "lora": dict(lora),
             "model": {"path": policy},
             "data": {"path": "unused.jsonl"},
@@ -145,6 +148,21 @@ def batch_in_turns(policy: Path) -> TrainingBatch:
 
     groups = stale_batch(policy).groups
     return TrainingBatch(6, [[interrupted(place, sample) for place, sample in enumerate(group)] for group in groups])
+
+
+def told_batch(batch: TrainingBatch, top_k: int) -> TrainingBatch:
+    """A batch whose samples a teacher has told its `top_k` ids of, but for the last one."""
+    rng = np.random.default_rng(17)
+
+    def told(sample):
+        rows = [rng.permutation(VOCAB)[:top_k] for _ in range(sample.response_tokens)]
+        logprobs = np.log(rng.dirichlet(np.ones(top_k + 1), len(rows))[:, :top_k])
+        pairs = np.stack([np.array(rows), logprobs], -1).reshape(len(rows), 2 * top_k)
+        return replace(sample, token_scores={"held/top_k": pairs.astype(np.float32)})
+
+    groups = [[told(sample) for sample in group] for group in batch.groups]
+    groups[-1][-1] = replace(groups[-1][-1], token_scores={})
+    return TrainingBatch(batch.step, groups)
 
 
 def cut_batch(policy: Path) -> TrainingBatch:

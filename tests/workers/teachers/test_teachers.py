@@ -2,11 +2,7 @@
 
 import json
 import shutil
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,6 +23,7 @@ from april.workers.teachers.pool import Teachers, with_column
 from april.workers.teachers.process import answer_of
 from april.workers.teachers.servers import OpenaiTeacher, SglangTeacher, VllmTeacher
 from tests.support.reward_scores import collect
+from tests.support.teacher_servers import serving
 from tests.workers.test_scoring import grant_of, task_of
 
 IDS = [1, 2, 3, 4, 5]
@@ -34,36 +31,8 @@ LOGPROBS = [-0.5, -1.0, -2.0, -4.0]
 """Of the ids from the second on."""
 
 
-def rules(path="", url="", kind="sglang"):
-    return TeacherRules("big", kind, str(path), url, "", "", "cpu", 5.0)
-
-
-@contextmanager
-def serving(answer):
-    """Address of a server that answers each request with `answer(path, body)`, or with status 400 for None."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = msgspec.json.decode(self.rfile.read(int(self.headers["Content-Length"])))
-            found = answer(self.path, body)
-            data = msgspec.json.encode(found)
-            self.send_response(400 if found is None else 200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *words):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def rules(path="", url="", kind="sglang", top_k=0, vocabulary=9):
+    return TeacherRules("big", kind, str(path), url, "", "", "cpu", 5.0, top_k, vocabulary)
 
 
 def as_sglang(entries):
@@ -106,12 +75,102 @@ def test_a_server_that_answers_for_another_sample_or_with_no_numbers_gives_an_er
     ids = np.array(IDS, "<i4")
     item = TeacherItem(1, ids[:2].tobytes(), [ids[2:].tobytes()])
     with serving(as_sglang(entries)) as url, pytest.raises(TeacherError, match=reason):
-        answer_of(SglangTeacher(rules(url=url)), item)
+        answer_of(SglangTeacher(rules(url=url)), item, rules())
     with serving(lambda path, body: None) as url, pytest.raises(RemoteError, match="refuses with status 400"):
-        answer_of(SglangTeacher(rules(url=url)), item)
+        answer_of(SglangTeacher(rules(url=url)), item, rules())
     with serving(as_sglang(RIGHT)) as url:
-        (column,) = answer_of(SglangTeacher(rules(url=url)), item).columns
+        (column,) = answer_of(SglangTeacher(rules(url=url)), item, rules()).columns
     assert np.frombuffer(column, np.float32).tolist() == LOGPROBS[1:]
+
+
+TOPS = [[(7, -0.25), (8, -0.375)], [(6, -0.5), (3, -1.0)], [(0, -0.75), (1, -1.25)], [(6, -0.1), (1, -3.0)]]
+"""The two most likely ids in the places of those from the second on."""
+BY_ID = [{number: {"logprob": p} for number, p in top} for top in TOPS]
+AS_TEXTS = [{f"token_id:{number}": p for number, p in [*reversed(top), (5, -4.0)]} for top in TOPS]
+TOLD = {
+    "sglang": {
+        "meta_info": {
+            "input_token_logprobs": RIGHT,
+            "input_top_logprobs": [None, *([[p, number, None] for number, p in top] for top in TOPS)],
+        }
+    },
+    "vllm": {"choices": [{"prompt_logprobs": [
+        None, *({str(n): {"logprob": p}} | top for (p, n, _), top in zip(RIGHT[1:], BY_ID, strict=True)),
+    ]}]},
+    "openai": {"choices": [{"logprobs": {
+        "token_logprobs": [None, *LOGPROBS], "tokens": [f"token_id:{n}" for n in IDS],
+        "top_logprobs": [None, *AS_TEXTS],
+    }}]},
+}  # fmt: skip
+"""What servers answer that are asked for these. vLLM and OpenAI's API add the token of the text, or leave it among
+them."""
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_server_is_asked_for_its_top_k_and_they_are_kept_bit_by_bit(kind):
+    (teacher, _), asked = SERVERS[kind], []
+    ids = np.array(IDS, "<i4")
+    item = TeacherItem(1, ids[:2].tobytes(), [ids[2:].tobytes()])
+    with serving(lambda path, body: asked.append(body) or TOLD[kind]) as url:
+        given = rules(url=url, top_k=2)
+        answer = answer_of(teacher(given), item, given)
+    assert [asked[0].get(name) for name in ("top_logprobs_num", "prompt_logprobs", "logprobs")].count(2) == 1
+    assert np.frombuffer(answer.columns[0], np.float32).tolist() == LOGPROBS[1:]
+    assert np.array_equal(np.frombuffer(answer.tops[0], np.float32).reshape(3, 2, 2), np.array(TOPS[1:], np.float32))
+    score = with_column(Score(1, 1.0), "big", answer)
+    assert closing(score).columns == [{"big": 3, "big/top_k": 12}] and len(token_values(score)) == 4 * 15
+
+
+def lying(last):
+    meta = TOLD["sglang"]["meta_info"]
+    return {"meta_info": meta | {"input_top_logprobs": [*meta["input_top_logprobs"][:-1], last]}}
+
+
+LIES = {
+    "not a number": (lying(last=[[None, 6, None], [-3.0, 1, None]]), "not finite, above 0"),
+    "above 0": (lying(last=[[0.5, 6, None], [-3.0, 1, None]]), "not finite, above 0"),
+    "fewer than k": (lying(last=[[-0.1, 6, None]]), "told the 1 most likely ids of a token where 2 were asked for"),
+    "none": (lying(last=None), "told the 0 most likely ids of a token where 2"),
+    "of another length": (
+        {"meta_info": TOLD["sglang"]["meta_info"] | {"input_top_logprobs": [None]}},
+        "told the most likely ids of 1 tokens where it scored 5",
+    ),
+    "outside of the vocabulary": (lying(last=[[-0.1, 9, None], [-3.0, 1, None]]), "none of the policy's 9"),
+    "no id": (lying(last=[[-0.1, 6.5, None], [-3.0, 1, None]]), "none of the policy's 9"),
+    "twice": (lying(last=[[-0.1, 6, None], [-3.0, 6, None]]), "an id twice"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_server_that_lies_about_its_top_k_gives_an_error_and_the_response_goes_back(lie):
+    told, reason = LIES[lie]
+    ids = np.array(IDS, "<i4")
+    item = TeacherItem(1, ids[:2].tobytes(), [ids[2:].tobytes()])
+    with serving(lambda path, body: told) as url, pytest.raises(TeacherError, match=reason):
+        answer_of(SglangTeacher(rules(url=url, top_k=2)), item, rules(top_k=2))
+    failed = closing(with_column(Score(1, 1.0), "big", TeacherAnswer(1, error=reason)))
+    assert failed.cause == "scoring_failed", "counted as a failed attempt, and scored again"
+
+
+def test_tokens_that_a_server_tells_as_texts_are_no_ids():
+    told = TOLD["openai"]["choices"][0]["logprobs"] | {"tokens": list("abcde")}
+    why = "tells a token as 'a', where token_id:ID was asked for"
+    with (
+        serving(lambda path, body: {"choices": [{"logprobs": told}]}) as url,
+        pytest.raises(TeacherError, match=why),
+    ):
+        OpenaiTeacher(rules(url=url, top_k=2))(np.array(IDS, np.int32))
+
+
+def test_a_folder_s_top_k_are_those_of_its_distributions_among_the_ids_of_the_policy(policy_folder):
+    ids, given = np.array(IDS, np.int32), rules(policy_folder, top_k=3, vocabulary=20)
+    teacher = FolderTeacher(given)
+    with torch.no_grad():
+        logprobs = teacher.model(torch.from_numpy(ids[None]).long()).logits[0, :-1].log_softmax(-1)
+    top, numbers = logprobs[:, :20].topk(3)
+    item = TeacherItem(1, ids[:1].tobytes(), [ids[1:].tobytes()])
+    told = np.frombuffer(answer_of(teacher, item, given).tops[0], np.float32).reshape(4, 3, 2)
+    assert np.array_equal(told[..., 0], numbers.numpy()) and np.allclose(told[..., 1], top.numpy(), atol=1e-5)
 
 
 def with_teacher(config_file, **keys):
@@ -191,8 +250,8 @@ def test_a_server_that_lies_about_its_tokeniser_is_refused(config_file, policy_f
         entries = [[-1.0, number, inner.decode([number + shift])] for number in body["input_ids"]]
         return {"meta_info": {"input_token_logprobs": entries}}
 
-    def checked(url):
-        config = with_teacher(config_file, kind="sglang", path=policy_folder, url=url)
+    def checked(url, **keys):
+        config = with_teacher(config_file, kind="sglang", path=policy_folder, url=url, **keys)
         check_teacher(config, "big", config.teacher["big"])
 
     with serving(answer) as url:
@@ -201,3 +260,14 @@ def test_a_server_that_lies_about_its_tokeniser_is_refused(config_file, policy_f
         checked(url)
     with serving(lambda path, body: {}) as url, pytest.raises(ConfigError, match="gives no log-probabilities"):
         checked(url)
+
+    def telling(path, body):
+        tops = [[[-1.0, number, None] for number in range(2)] for _ in body["input_ids"]]
+        return {"meta_info": answer(path, body)["meta_info"] | {"input_top_logprobs": tops}}
+
+    with serving(telling) as url:
+        checked(url, top_k=2)
+        with pytest.raises(ConfigError, match=r"told the 2 most likely ids .* where 3 .* lower teacher.big.top_k"):
+            checked(url, top_k=3)
+        with pytest.raises(ConfigError, match=r"'teacher\.big\.top_k' = 200 is more than the policy's"):
+            checked(url, top_k=200)
