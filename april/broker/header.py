@@ -19,6 +19,7 @@ from april.broker.ledger.events import RunStarted
 from april.broker.plan import ledger_rules
 from april.broker.prompts import PromptBook
 from april.config import Config
+from april.config.algorithms import response_budget
 from april.data.tokenizer import Tokenizer
 from april.util.errors import refuse
 from april.util.files import has_weights
@@ -110,6 +111,8 @@ def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
         "environment.name": config.environment.name,
         "algorithm.hint": config.algorithm.hint or NO_FINGERPRINT,
     }
+    for number in range(len(config.data.prompt_sources)):  # a partial response may be longer than a new budget
+        found[f"data.sources.{number}.max_response_tokens"] = str(response_budget(config, number))
     for number, held_out in prompts.held_out.items():
         key = f"{held_out.settings.key}.path (prompts)" if number else "data.eval_path (prompts)"
         found[key] = held_out.rows.fingerprint if len(held_out.rows) else NO_FINGERPRINT

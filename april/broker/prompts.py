@@ -17,7 +17,7 @@ from april.broker.ledger.events import Event, EventArray, PromptSubmitted
 from april.broker.ledger.ledger import Ledger
 from april.broker.samplers.draws import SampledOrder, draws_in_order
 from april.config import Config, ConfigError, ScheduleSection
-from april.config.algorithms import algorithm_of
+from april.config.algorithms import algorithm_of, response_budget
 from april.config.evaluation import EvaluationSet
 from april.config.teachers import teacher_of
 from april.data.dataset import Dataset, load_dataset
@@ -65,6 +65,8 @@ class PromptBook:
         self._last_refusal = ""
         """Why the last of them was."""
         self._config, self.seed = config, config.seed
+        self._budgets = [response_budget(config, source) for source in range(max(1, len(data.prompt_sources)))]
+        """Longest responses by source (tokens)."""
         self._teachers = [teacher_of(config, source) for source in range(max(1, len(data.prompt_sources)))]
         """Names of the sources' teachers."""
         shown = [bool(algorithm_of(config, source).divergence) for source in range(len(self._teachers))]
@@ -175,6 +177,13 @@ class PromptBook:
     def source_of(self, epoch: int, position: int) -> int:
         """Number of a prompt's source."""
         return self.rows.source_of(self.row_number(epoch, position)) if len(self.rows.counts) > 1 else 0
+
+    def budget_of(self, evaluation: bool, epoch: int, position: int) -> int:
+        """Longest response to a prompt (tokens), observations included."""
+        whole = self._config.sampling.max_response_tokens
+        if evaluation or self._budgets == [whole] * len(self._budgets):
+            return whole
+        return self._budgets[self.source_of(epoch, position)]
 
     def teacher_of(self, epoch: int, position: int) -> str:
         """Name of the teacher of a prompt's source; "" without one."""

@@ -28,7 +28,19 @@ def divided(config: Config) -> dict[int | None, Config]:
     """The run's configuration, under None, and of each source that has its own algorithm, by number: that of a run in
     which all samples have this algorithm. Raises ConfigError."""
     own = source_algorithms(config)
-    return {None: config} | {number: config.model_copy(update={"algorithm": each}) for number, each in own.items()}
+    return {None: config} | {number: of_source(config, number, each) for number, each in own.items()}
+
+
+def of_source(config: Config, number: int, algorithm: AlgorithmSection) -> Config:
+    """The configuration of a run in which all samples are of this source, with this algorithm."""
+    sampling = config.sampling.model_copy(update={"max_response_tokens": response_budget(config, number)})
+    return config.model_copy(update={"algorithm": algorithm, "sampling": sampling})
+
+
+def response_budget(config: Config, source: int) -> int:
+    """Longest response to the prompts of a source, by its number (tokens)."""
+    sources = config.data.sources
+    return (sources[source].max_response_tokens if sources else None) or config.sampling.max_response_tokens
 
 
 def told_of_source(number: int | None, sentence: str) -> str:

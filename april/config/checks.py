@@ -29,7 +29,7 @@ INPUTS = ("model", "data")
 """Inputs of a run whose existence `check` can check: the model folder and the data files. Only the broker reads
 prompts, and rank 0 of the learner "conversations", the files of sources of kind sft; other machines may lack them."""
 
-PROMPTS_ALONE = ("reward", "teacher", "hint_key", "algorithm")
+PROMPTS_ALONE = ("reward", "teacher", "hint_key", "algorithm", "max_response_tokens")
 """Keys of `[[data.sources]]` that mean nothing for a source of kind sft."""
 SFT_ALONE = ("sft_rows", "sft_weight")
 """Keys of `[[data.sources]]` that mean nothing for a source of prompts."""
@@ -44,6 +44,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_schedule(config.schedule, imported=config.is_shipped("schedule.kind"))
     check_minibatches(config)
     check_sampling(config)
+    check_budgets(config)
     check_evaluation(config.evaluation, config.evaluation_sets)
     check_algorithms(config)
     check_lora(config.lora, config.learner.master_weights)
@@ -385,6 +386,17 @@ def check_sft_sources(data: DataSection) -> None:
         if source.kind == "sft" and not source.path.exists():
             fix = "give a file or folder of conversations, here where rank 0 of the learner reads them"
             refuse(f"data.sources.{number}.path", source.path, "does not exist", fix)
+
+
+def check_budgets(config: Config) -> None:
+    """Refuse a source's budget above that of the run, or within the overlong buffer."""
+    most, buffer = config.sampling.max_response_tokens, config.reward.overlong_buffer_tokens
+    for number, source in enumerate(config.data.sources):
+        key, budget = f"data.sources.{number}.max_response_tokens", source.max_response_tokens
+        if budget and budget > most:
+            refuse(key, budget, f"is above sampling.max_response_tokens = {most}", "lower it")
+        if budget and budget < buffer:
+            refuse(key, budget, f"is below reward.overlong_buffer_tokens = {buffer}", "raise it, or lower that")
 
 
 def check_engine(config: Config) -> None:

@@ -162,6 +162,13 @@ class SourceSection(PromptsSection):
         description="Rows drawn in an epoch, as a multiple of the source's rows: round(weight * rows). Above 1, rows "
         "repeat within an epoch.",
     )
+    max_response_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=CONTEXT_TOKENS,
+        description="Longest response to this source's prompts (tokens), at most sampling.max_response_tokens. A low "
+        "value spends fewer tokens on it, and cuts long responses off. Unset: sampling.max_response_tokens.",
+    )
     teacher: str = Field(
         "",
         description="Name of the [teacher.NAME] that scores the tokens of this source's samples. Empty: the only one.",

@@ -97,8 +97,10 @@ def count_of(parameters: int) -> str:
 
 def describe_source(source: SourceSection) -> str:
     weight = "" if source.weight == 1 else f", {source.weight:g} times an epoch"
+    budget = f", at most {source.max_response_tokens} tokens a response" if source.max_response_tokens else ""
     split = f" ({', '.join(filter(None, (source.configuration, source.split)))})" if source.split else ""
-    return f"{source.named()}{split} as {source.mapping}{weight}, rewarded by {verifier_of(source) or 'reward.name'}"
+    scored = f", rewarded by {verifier_of(source) or 'reward.name'}"
+    return f"{source.named()}{split} as {source.mapping}{weight}{scored}{budget}"
 
 
 def describe_conversations(config: Config) -> dict[str, str]:

@@ -54,6 +54,8 @@ class Task(msgspec.Struct, array_like=True, frozen=True):
     """Name of the teacher whose log-probabilities are a token score of each response; "" for none."""
     images: list[str] = []
     """Names of the prompt's images, in order; `FetchImages` gets them."""
+    max_response_tokens: int = 0
+    """Longest response (tokens), observations included."""
 
     @property
     def is_cut(self) -> bool:

@@ -97,8 +97,8 @@ class Scoring:
 
         def item_of(key: int, response: np.ndarray, reason: str, state: bytes, turns: int = 0) -> Item:
             text = response_text(self.config, self.tokenizer, task.reward, response)
-            length = len(response)
-            return Item(key, task.reward, text, task.label, reason, prompt, length, state, 0, task.row_prompt, turns)
+            length, asked, budget = len(response), task.row_prompt, task.max_response_tokens
+            return Item(key, task.reward, text, task.label, reason, prompt, length, state, 0, asked, turns, budget)
 
         if grant.group_scored:
             responses = zip(tokens[1:], grant.group_scored, states_of(grant), strict=True)

@@ -190,7 +190,7 @@ class AgentHandler(LeaseHolderHandler):
             evaluation=group.evaluation,
             prompt=msgspec.json.encode(row.prompt).decode(),
             label=row.label,
-            max_tokens=sampling.max_response_tokens,
+            max_tokens=self.context.prompts.budget_of(group.evaluation, group.epoch, group.row),
             temperature=drawn.temperature,
         )
         rows: list[ReportRow] = []

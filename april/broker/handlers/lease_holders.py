@@ -40,7 +40,8 @@ def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
         peer.sent_bytes += len(prompt.data)
     observations = sample.observations if sample.length else []
     turn_start = observations[-1][1] if observations else 0
-    remaining_tokens, state, stops = context.config.sampling.max_response_tokens - sample.length, b"", list[int]()
+    budget = context.prompts.budget_of(group.evaluation, group.epoch, group.row)
+    remaining_tokens, state, stops = budget - sample.length, b"", list[int]()
     if observations:
         state = payloads.environment_state(sample)
     if context.ledger.rules.agents:
@@ -95,6 +96,7 @@ def task_of(context: BrokerContext, group: Group) -> wire.Task:
         row_prompt=row_prompt(row, context.config.reward.asked(reward)),
         teacher="" if group.evaluation else context.prompts.teacher_of(group.epoch, group.row),
         images=list(group.images),
+        max_response_tokens=context.prompts.budget_of(group.evaluation, group.epoch, group.row),
     )
 
 

@@ -28,7 +28,7 @@ class RewardRules(msgspec.Struct, frozen=True):
     overlong_buffer_tokens: int = 0
     overlong_penalty: float = 1.0
     max_response_tokens: int = 0
-    """Token budget of a response; the overlong buffer is at its end."""
+    """Longest response of the run (tokens)."""
     format_pattern: str = ""
     format_penalty: float = 0.0
     url: str = ""
@@ -71,6 +71,8 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """The prompt as the row has it, JSON: a text or chat messages. Empty where that is unknown, or nobody asks."""
     turns: int = 0
     """Number of turns that the policy has taken in the response; 0 if unknown."""
+    budget: int = 0
+    """Longest response to the prompt (tokens), 0 if that is the run's; the overlong buffer is at its end."""
 
 
 class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""A run that trains conversations beside samples: the same ones again after a kill, and an account of their own."""
+"""Runs of several sources: conversations beside samples, and a response budget of each."""
 
 import orjson
 import pytest
@@ -67,3 +67,33 @@ def test_what_does_not_fit_is_refused_by_its_key(config_file, sources, tmp_path)
     ):
         with pytest.raises(ConfigError, match=f"key '{key}' = "):
             load(config_file, overrides)
+
+
+@pytest.mark.full
+def test_responses_end_at_the_budget_of_their_source_and_are_penalised_before_it(
+    start_run, run_dir, sources, data_folder
+):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    budgets = [24, 6]
+    tables = [{"path": f"{data_folder}/train.jsonl", "max_response_tokens": budget} for budget in budgets]
+    overrides = ["--data.path", "none", "--reward.overlong_buffer_tokens", "4", "--learner.ranks", "1"]
+    job = start_run("--data.sources", toml(tables), *overrides)
+    assert job.wait() == 0, job.output
+    assert_closed(run_dir)
+    rows = [row for file in (run_dir / "samples").glob("*.parquet") for row in parquet.read_table(file).to_pylist()]
+    longest = {source: 0 for source in (0, 1)}
+    for row in rows:
+        if row["held_out"]:
+            continue
+        budget, tokens = budgets[row["source"]], len(row["response_ids"])
+        longest[row["source"]] = max(longest[row["source"]], tokens)
+        assert tokens <= budget and (row["finish_reason"] != "length" or tokens == budget)
+        details = {detail["name"]: detail["value"] for detail in row["reward_details"]}
+        assert details["overlong"] == pytest.approx(-max(0, tokens - (budget - 4)) / 4)
+    assert longest[1] == 6 < longest[0]
+    tables[1]["max_response_tokens"] = 5
+    job = start_run("--data.sources", toml(tables), *overrides, "--resume", "--schedule.max_steps", "4")
+    assert job.wait() != 0 and "data.sources.1.max_response_tokens" in job.output
+    tables[1]["max_response_tokens"] = 25
+    job = start_run("--data.sources", toml(tables), *overrides)
+    assert job.wait() != 0 and "is above sampling.max_response_tokens = 24" in job.output
