@@ -1,6 +1,7 @@
 """Inputs of advantage estimators (values of a critic, gradient norms, parts of a reward), and checks of the keys that
 have to fit them."""
 
+from april.config.algorithms import used_algorithms
 from april.config.rewards import check_apart
 from april.config.section import own_parameters
 from april.config.sections import Config
@@ -34,22 +35,48 @@ def advantage_flag(name: str, algorithm: AlgorithmSection, imported: bool) -> bo
     return bool(getattr(registry.find(algorithm.advantage), name, False))
 
 
+def needs_critic(config: Config, imported: bool = False) -> bool | None:
+    """Whether the samples of any source need a critic's values; None (unknown) as in `needs_values`. Raises
+    ConfigError."""
+    found = {needs_values(each, imported) for each in used_algorithms(config).values()}
+    return True if True in found else None if None in found else False
+
+
 def check_critic(config: Config, imported: bool = False) -> None:
-    """Refuse keys of `[critic]` without a critic, and keys that do not fit with one."""
+    """Refuse keys of `[critic]` without a critic or that leave nothing to the policy, and a critic that two sources
+    would train in different ways."""
+    critic, used = config.critic, used_algorithms(config)
+    wanted, valued = needs_critic(config, imported), {k: a for k, a in used.items() if needs_values(a, imported)}
+    given = [key for key, value in critic if value != CriticSection.model_fields[key].default]
+    if wanted is False and given:
+        with_critic = registry_of("algorithm.advantage").names_where(lambda part: getattr(part, "needs_values", False))
+        asked = " and ".join(f"{key}.advantage = {each.advantage!r}" for key, each in used.items())
+        refuse(
+            f"critic.{given[0]}",
+            getattr(critic, given[0]),
+            f"is of a critic, which {asked} does not ask for",
+            f"set algorithm.advantage = {with_critic}, or leave it out",
+        )
+    for name in ("advantage", "turn_discount"):
+        (key, first), *others = valued.items() or [("", None)]
+        for other, algorithm in others:
+            if getattr(algorithm, name) != getattr(first, name):
+                why = f"is not that of {key}, and one critic serves both"
+                refuse(f"{other}.{name}", getattr(algorithm, name), why, "give both the same")
+    if wanted is not False and critic.warmup_batches >= config.schedule.max_steps:
+        refuse(
+            "critic.warmup_batches",
+            critic.warmup_batches,
+            f"leaves none of schedule.max_steps = {config.schedule.max_steps} to the policy",
+            "lower it",
+        )
+
+
+def check_compared(config: Config, imported: bool = False) -> None:
+    """Refuse single samples where an advantage compares those of a group, and a KL term both in the reward and in the
+    loss."""
     n, critic, algorithm = config.schedule.n_samples_per_prompt, config.critic, config.algorithm
-    wanted = needs_values(algorithm, imported)
-    if wanted is False:
-        given = [key for key, value in critic if value != CriticSection.model_fields[key].default]
-        if given:
-            with_critic = registry_of("algorithm.advantage").names_where(
-                lambda part: getattr(part, "needs_values", False)
-            )
-            refuse(
-                f"critic.{given[0]}",
-                getattr(critic, given[0]),
-                f"is of a critic, which algorithm.advantage = {algorithm.advantage!r} does not ask for",
-                f"set algorithm.advantage = {with_critic}, or leave it out",
-            )
+    if needs_values(algorithm, imported) is False:
         if n < 2 and not advantage_flag("takes_single_samples", algorithm, imported):
             refuse(
                 "schedule.n_samples_per_prompt",
@@ -64,13 +91,6 @@ def check_critic(config: Config, imported: bool = False) -> None:
             critic.kl_coef,
             f"takes from the reward what algorithm.kl_coef = {algorithm.kl_coef} adds to the loss already",
             "set one of them to 0",
-        )
-    if critic.warmup_batches >= config.schedule.max_steps:
-        refuse(
-            "critic.warmup_batches",
-            critic.warmup_batches,
-            f"leaves none of schedule.max_steps = {config.schedule.max_steps} to the policy",
-            "lower it",
         )
 
 

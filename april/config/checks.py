@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from april.config.addresses import check_addresses, check_listening, check_store_url
-from april.config.advantages import check_advantage, check_critic, needs_norms, needs_values
+from april.config.advantages import check_advantage, check_compared, check_critic
 from april.config.algorithms import divided, told_of_source
 from april.config.broker import BrokerSection
 from april.config.data import DataSection, SourceSection
@@ -231,13 +231,11 @@ def check_algorithms(config: Config, imported: bool = False) -> None:
         try:
             check_names(each)
             check_algorithm(each.algorithm, imported)
-            check_critic(each, imported)
+            check_compared(each, imported)
             check_advantage(each, imported)
-            if len(configs) > 1 and (needs_values(each.algorithm, imported) or needs_norms(each.algorithm, imported)):
-                why = "takes a whole batch, and the algorithms of data.sources divide it"
-                refuse("algorithm.advantage", each.algorithm.advantage, why, "use one algorithm, or another advantage")
         except ConfigError as error:
             raise ConfigError(told_of_source(number, str(error))) from None
+    check_critic(config, imported)
 
 
 def check_leases(broker: BrokerSection) -> None:

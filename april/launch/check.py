@@ -29,7 +29,7 @@ from april.broker.samplers.draws import check_sampler
 from april.broker.schedules import SCHEDULES
 from april.broker.telemetry.sinks import check_sinks
 from april.config import Config, ConfigError, ScheduleSection, SourceSection
-from april.config.advantages import needs_values
+from april.config.advantages import needs_critic
 from april.config.algorithms import algorithms, divided, told_of_source
 from april.config.checks import (
     check_algorithms,
@@ -148,7 +148,7 @@ def check_run(
     found.facts["memory"] = memory_plan.description if memory_plan else ""
     adapted = has_learner and readable and config.lora.is_set
     trained = run_check(adapter_parameters, config) if adapted else parameters
-    critic = parameters if needs_values(config.algorithm, imported=False) else 0
+    critic = parameters if needs_critic(config) else 0
     found.facts["disk"] = run_check(check_room, config, has_learner * ((trained or 0) + critic)) or ""
     found.facts["store"] = run_check(check_store, config) or ""
     found.facts["installed"] = ", ".join(filter(None, (installed, backend)))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from april.broker.filters import zero_spread
 from april.broker.plan import advice, describe_plan
 from april.config import Config, ConfigError, SourceSection
-from april.config.advantages import needs_values
+from april.config.advantages import needs_critic
 from april.config.broker import IPC
 from april.config.checks import check_model
 from april.data.dataset import verifier_of
@@ -166,7 +166,7 @@ def describe_training(config: Config, shape: ModelShape | None) -> str:
     adapter = (
         f"{count_of(trained)} trained parameters, {trained / shape.parameters:.1%} of the model's; " if trained else ""
     )
-    if needs_values(config.algorithm, imported=False):
+    if needs_critic(config):
         adapter += "a critic of the model's size; "
     on_top = f"activations of {config.learner.microbatch_tokens} tokens on top"
     return f"{adapter}{format_bytes(states)} of weights, gradients and moments a rank, {on_top}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from april.broker.header import StoredTensor, tensors_of
 from april.config import Config
-from april.config.advantages import needs_values
+from april.config.advantages import needs_critic
 from april.config.algorithms import named, used_algorithms
 from april.config.teachers import held_teacher
 from april.config.training import check_base, layers_to_adapt
@@ -198,7 +198,7 @@ def states_bytes(config: Config, shape: ModelShape) -> float:
     saved = saved_by_base(config, shape.parameters) if config.lora.is_set else 0.0
     if has_reference(config):
         resident, saved = resident + shape.parameters, 2 * saved
-    if needs_values(config.algorithm, imported=False):
+    if needs_critic(config):
         resident, trained = resident + shape.parameters, trained + shape.parameters
     each = VALUE_BYTES[config.learner.master_weights]
     trained_bytes = each + state_bytes(config.learner)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from april.config import Config, ConfigError
-from april.config.advantages import needs_values
+from april.config.advantages import needs_critic
 from april.config.checks import check
 from april.config.training import LoraSection
 from april.launch.memory import (
@@ -84,7 +84,7 @@ def needs_of(config: Config) -> Needs:
     section, tokens, ranks = config.learner, pass_tokens(config), config.learner.ranks
     fp32 = section.compute == "fp32"
     sizes = sizes_of(config)
-    critics = sizes.model if needs_values(config.algorithm, imported=False) else 0
+    critics = sizes.model if needs_critic(config) else 0
     outside = max(0, sizes.outside - sizes.vocabulary * sizes.hidden)
     trained, each = sizes.trained + critics, VALUE_BYTES[section.master_weights]
     policy = float(sizes.held_bytes if config.lora.is_set else sizes.model * each)

@@ -32,9 +32,10 @@ class Algorithms:
         numbers = {source: number for number, source in enumerate(configs)}
         self.of_source = [numbers.get(source, 0) for source in range(max(1, len(config.data.prompt_sources)))]
         """Number of the objective of each source."""
-        used = [self.objectives[number] for number in sorted({*self.of_source})]
-        self.passes = list(dict.fromkeys(scoring for each in used for scoring in each.passes))
-        """The scoring passes of any objective that trains samples."""
+        self.used = [self.objectives[number] for number in sorted({*self.of_source})]
+        """The objectives that train samples."""
+        self.passes = list(dict.fromkeys(scoring for each in self.used for scoring in each.passes))
+        """The scoring passes of any of them."""
         turn_rewards = {self.objectives[number].section.turn_reward for number in self.of_source}
         self.turn_reward = turn_rewards.pop() if len(turn_rewards) == 1 else ""
         """The token score that is the reward of turns in all sources; "" if it is another in some, whose figures are
@@ -56,12 +57,15 @@ class Algorithms:
         group_of_row = np.repeat(np.arange(len(batch.groups)), [len(group) for group in batch.groups])
         batch_advantages = np.zeros(len(group_of_row))
         parts, indices, weights, by_token, objectives = list[Prepared](), list[int](), [], [], list[int]()
+        spread_groups = list[list[list[int]]]()
         for number, objective in enumerate(self.objectives):
             own = np.flatnonzero(np.equal(of_groups, number))
             rows = np.flatnonzero(np.isin(group_of_row, own))
             of_part = TrainingBatch(batch.step, [batch.groups[group] for group in own])
             part = objective.prepare(of_part, minibatches[own].tolist())
             shares = np.bincount(minibatches[own], minlength=max(minibatches) + 1) / np.bincount(minibatches)
+            first, own_groups = len(objectives), part.spread_groups
+            spread_groups += [[[first + row for row in sample] for sample in group] for group in own_groups]
             batch_advantages[rows] = part.batch_advantages
             parts.append(part)
             indices += rows[part.batch_indices].tolist()
@@ -76,7 +80,7 @@ class Algorithms:
             indices,
             [minibatch for part in parts for minibatch in part.minibatches],
             batch_advantages,
-            [],
+            spread_groups,
             batch_metrics(batch.groups, groups_of_rows(batch, indices), self.turn_reward),
             by_token if any(part.token_advantages is not None for part in parts) else None,
             objectives,

@@ -25,7 +25,7 @@ from april.learner.loading import empty_model, hold_inputs_on_host
 from april.learner.losses.kl import k1
 from april.learner.losses.ranks import Ranks
 from april.learner.model import hidden_states, load_sharded
-from april.learner.objective import ResponseTokens
+from april.learner.objective import Objective, ResponseTokens
 from april.learner.packing import MicroBatch
 from april.learner.turns import turns_in_range
 from april.learner.vision import freeze_tower
@@ -64,9 +64,11 @@ def empty_value_model(folder: Path, recompute: bool = False) -> ValueModel:
 class Critic:
     """The sharded value model and its optimizer. Every method is collective except `advantages` and `update`."""
 
-    def __init__(self, config: Config, device: torch.device, bf16: bool, estimator: Estimator, backend: Backend):
-        """`backend` has the policy, whose micro-batches the critic gets."""
-        self.section, self.device, self.estimator, self.ranks = config.critic, device, estimator, backend.ranks
+    def __init__(self, config: Config, device: torch.device, bf16: bool, objective: Objective, backend: Backend):
+        """`objective`: one that takes the critic's values; `backend` has the policy, whose micro-batches the critic
+        gets."""
+        self.section, self.device, self.ranks = config.critic, device, backend.ranks
+        self.estimator: Estimator = objective.estimator
         model = empty_value_model(config.model.path, config.learner.activation_checkpointing)
         if config.learner.activations_on_host:
             hold_inputs_on_host(model.lm, pinned=device.type == "cuda")
@@ -74,10 +76,12 @@ class Critic:
             freeze_tower(model.lm)
         if config.learner.master_weights == "bf16":
             in_bf16(model.parameters())
-        self.turn_discount = config.algorithm.turn_discount
+        self.turn_discount = objective.section.turn_discount
         self.model = backend.divide(load_sharded(model, config.model.path, device, bf16))
         self.part = CheckpointPart.of("critic.", self.model, config.critic.lr, config.learner)
         self._totals = self._blank()
+        self._has_gradient = False
+        """Whether the optimizer step has tokens of which the values are trained."""
 
     def _blank(self) -> Tensor:
         """Zero-initialised sums of an optimizer step: [tokens, loss, clipped tokens]."""
@@ -149,7 +153,7 @@ class Critic:
     def finish_step(self) -> dict[str, float]:
         """Clip the accumulated gradients to `critic.grad_clip`; returns the metrics of the optimizer step."""
         tokens, loss, clipped = self.ranks.total(self._totals).tolist()
-        self._totals = self._blank()
+        self._totals, self._has_gradient = self._blank(), tokens > 0
         norm = clip_gradients(self.model, self.section.grad_clip) if tokens else 0.0
         return {
             "value_loss": loss,
@@ -158,6 +162,8 @@ class Critic:
         }
 
     def update(self) -> None:
+        if not self._has_gradient:
+            return
         self.part.optimizer.step(self.section.lr)
         self.part.steps += 1
 

@@ -313,18 +313,26 @@ class Objective:
             return row_advantages(lambda *of_groups: self.estimator(*of_groups, weights), groups, values)
         return row_advantages(self.estimator, groups, compared_rewards(groups, self.section))
 
-    def set_norm_advantages(self, prepared: Prepared, log_ratios: Tensor, squares: Tensor) -> None:
+    def set_norm_advantages(
+        self,
+        prepared: Prepared,
+        log_ratios: Tensor,
+        squares: Tensor,
+        groups: list[list[list[int]]] | None = None,
+    ) -> None:
         """Store in `prepared` the advantages computed from log(pi / mu) and squared gradient norm of each of the S
-        samples in its `spread_groups`; float64 [S] each."""
-        sizes = [len(group) for group in prepared.spread_groups]
-        rewards = sample_rewards(
-            [[[prepared.samples[i] for i in rows] for rows in group] for group in prepared.spread_groups]
-        )
+        samples in `groups`, those of its `spread_groups` that this objective trains (None: all); float64 [S] each."""
+        groups = prepared.spread_groups if groups is None else groups
+        sizes = [len(group) for group in groups]
+        rewards = sample_rewards([[[prepared.samples[i] for i in rows] for rows in group] for group in groups])
         found = self.estimator(rewards, log_ratios.split(sizes), squares.split(sizes))
-        for group, advantages_of_group in zip(prepared.spread_groups, found, strict=True):
+        for group, advantages_of_group in zip(groups, found, strict=True):
             for rows, advantage in zip(group, advantages_of_group.tolist(), strict=True):
-                prepared.advantages[rows] = 0.0 if abs(advantage) < ROUNDING else advantage
-        prepared.batch_advantages[prepared.batch_indices] = prepared.advantages
+                known = 0.0 if abs(advantage) < ROUNDING else advantage
+                prepared.advantages[rows] = prepared.batch_advantages[np.array(prepared.batch_indices)[rows]] = known
+                for row in rows:
+                    if prepared.token_advantages is not None:
+                        prepared.token_advantages[row] = np.full(prepared.samples[row].sampled_tokens, known)
 
     def tokens(self, prepared: Prepared, indices: list[int], device: torch.device) -> ResponseTokens:
         """Loss inputs for the sampled tokens of the prepared samples `indices` (at least one), concatenated in that

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -106,8 +107,8 @@ class Trainer:
         if self.reference:
             self.scorers["reference"] = partial(self.backend.scores, self.reference)
         self.teacher = Teacher.of(config, self.backend)
-        bf16, estimator = uses_bf16(section, device), self.algorithms.objectives[0].estimator
-        self.critic = Critic(config, device, bf16, estimator, self.backend) if "critic" in models else None
+        bf16, valued = uses_bf16(section, device), [each for each in self.algorithms.used if each.needs_values]
+        self.critic = Critic(config, device, bf16, valued[0], self.backend) if "critic" in models else None
         if self.critic:
             self.scorers["critic"] = self.critic.scores
         self.parts = [self.part] + ([self.critic.part] if self.critic else [])
@@ -267,7 +268,7 @@ class Trainer:
             self.backend.backward(self.teacher.shown(compared, seconds) if self.teacher else packed, loss, seconds)
         if self.critic:
             with seconds("critic_s"):
-                for micro in micros:
+                for micro in (each for each in micros if each.objective.needs_values):
                     MAIN.at("the critic's forward and backward")
                     self.critic.backward(micro.packed, micro.tokens)
         MAIN.at("updating the weights")
@@ -340,27 +341,34 @@ class Trainer:
     def with_critic_advantages(
         self, critic: Critic, micros: list[TrainMicroBatch], prepared: Prepared
     ) -> tuple[list[TrainMicroBatch], dict[str, float]]:
-        """Copies of `micros` with per-token advantages from the critic, and their metrics; the mean advantage of each
-        sample is stored in `prepared`. Collective."""
-        known, metrics = critic.estimate([micro.tokens for micro in micros])
+        """Copies of `micros`, those of objectives that need values with per-token advantages from the critic, and their
+        metrics; the mean advantage of each sample is stored in `prepared`. Collective."""
+        valued = [micro.objective.needs_values for micro in micros]
+        known, metrics = critic.estimate(
+            [micro.tokens if wanted else None for micro, wanted in zip(micros, valued, strict=True)]
+        )
         means = torch.zeros(len(prepared.samples), dtype=torch.float64, device=self.device)
         for micro, tokens in zip(micros, known, strict=True):
             if tokens is not None:
                 means[micro.indices] = (tokens.spans.totals(tokens.advantages) / tokens.spans.lengths).double()
-        prepared.batch_advantages[prepared.batch_indices] = self.ranks.total(means).cpu().numpy()
-        return [replace(micro, tokens=tokens) for micro, tokens in zip(micros, known, strict=True)], metrics
+        rows = np.array([self.algorithms.objectives[number].needs_values for number in prepared.objectives], bool)
+        prepared.batch_advantages[np.array(prepared.batch_indices, int)[rows]] = self.ranks.total(means).cpu()[rows]
+        columns = zip(micros, known, valued, strict=True)
+        return [replace(micro, tokens=tokens) if wanted else micro for micro, tokens, wanted in columns], metrics
 
     def with_norm_advantages(
         self, objective: Objective, micros: list[TrainMicroBatch], prepared: Prepared
     ) -> list[TrainMicroBatch]:
-        """Copies of `micros` with advantages from the gradient norm of each response, also stored in `prepared`.
-        Collective.
+        """Copies of `micros`, those of an objective with advantages from the gradient norm of each response, which are
+        also stored in `prepared`. Collective.
 
         A backward pass sums the gradients of all its tokens over all ranks, so every response has a pass of its own,
         with all rows (forks) of the sample.
         """
         lengths = [float(input_tokens(sample)) for sample in prepared.samples]
-        responses = [rows for group in prepared.spread_groups for rows in group]
+        objectives = [self.algorithms.objectives[number] for number in prepared.objectives]
+        groups = [group for group in prepared.spread_groups if objectives[group[0][0]] is objective]
+        responses = [rows for group in groups for rows in group]
         log_ratios, squares = torch.zeros(2, len(responses), dtype=torch.float64, device=self.device)
         MAIN.at("measuring gradient norms")
         for index, rows in enumerate(responses):
@@ -368,13 +376,16 @@ class Trainer:
             passes = self.build_micros(prepared, rows, lengths)
             self.backend.backward([micro.packed for micro in passes], ResponseGradientLoss(passes, log_ratios[index]))
             squares[index] = self.backend.clip(math.inf) ** 2 if passes else 0.0
-        objective.set_norm_advantages(prepared, bounded(self.ranks.total(log_ratios)).cpu(), squares.cpu())
+        objective.set_norm_advantages(prepared, bounded(self.ranks.total(log_ratios)).cpu(), squares.cpu(), groups)
 
         def with_advantages(tokens: ResponseTokens, indices: list[int]) -> ResponseTokens:
             return replace(tokens, advantages=objective.tokens(prepared, indices, self.device).advantages)
 
         return [
-            replace(micro, tokens=micro.tokens and with_advantages(micro.tokens, micro.indices)) for micro in micros
+            replace(micro, tokens=with_advantages(micro.tokens, micro.indices))
+            if micro.tokens and micro.objective is objective
+            else micro
+            for micro in micros
         ]
 
     def with_contexts(

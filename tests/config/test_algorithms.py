@@ -42,8 +42,14 @@ REFUSED = {
     "of data.sources.1: key 'algorithm.dual_clip' = 3.0 is for": ({"dual_clip": 3.0, "loss": "gspo"}, {}),
     "of data.sources.1: .*'los'": ({"loss": "los"}, {}),
     "of data.sources.1: .* discards groups by rewards": (DISTILLED, {"schedule": {"dynamic_sampling": True}}),
-    "of data.sources.1: .*'gae' takes a whole batch": ({"advantage": "gae"}, {}),
-    "'gae' takes a whole batch, and": ({"clip_low": 0.1}, {"algorithm": {"advantage": "gae"}}),
+    "'data.sources.1.algorithm.turn_discount' = 0.5 is not that of algorithm, and one critic serves both": (
+        {"turn_discount": 0.5, "turn_reward": "stars"},
+        {"algorithm": {"advantage": "gae", "turn_reward": "stars"}},
+    ),
+    "'critic.gamma' = 0.9 is of a critic, which .* and data.sources.1.algorithm.advantage = 'rloo'": (
+        {"advantage": "rloo"},
+        {"critic": {"gamma": 0.9}},
+    ),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 
 from april import config as configuration
 from april.config import ConfigError
-from april.config.advantages import check_critic
+from april.config.checks import check_algorithms
 from april.config.training import CriticSection
 from april.learner.batch import TrainingBatch
 from april.learner.critic import value_losses
@@ -200,16 +200,16 @@ def test_a_checkpoint_without_a_critic_is_refused(one_rank, policy_folder, tmp_p
 def test_keys_that_make_no_sense_are_refused(keys, refusal):
     config = configuration.Config.model_validate({"model": {"path": "x"}, "data": {"path": "y"}, **keys})
     with pytest.raises(ConfigError, match=refusal):
-        check_critic(config)
+        check_algorithms(config)
 
 
 def test_a_critic_allows_groups_of_one_and_a_custom_estimator_is_checked_on_import():
     tree = {"model": {"path": "x"}, "data": {"path": "y"}, "schedule": {"n_samples_per_prompt": 1}}
-    check_critic(configuration.Config.model_validate(tree | {"algorithm": {"advantage": "gae"}}))
+    check_algorithms(configuration.Config.model_validate(tree | {"algorithm": {"advantage": "gae"}}))
     own = configuration.Config.model_validate(tree | {"algorithm": {"advantage": "tests.learner.test_critic:own"}})
-    check_critic(own)
+    check_algorithms(own)
     with pytest.raises(ConfigError, match=r"key 'schedule.n_samples_per_prompt' = 1 "):
-        check_critic(own, imported=True)
+        check_algorithms(own, imported=True)
 
 
 def own(rewards, lengths):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
-from april.config.advantages import needs_values
+from april.config.advantages import needs_critic
 from april.learner.backends.entry import BackendEntry
 from april.learner.optimizers import DEFAULT
 from april.util.errors import refuse
@@ -39,7 +39,7 @@ class MegatronEntry(BackendEntry):
         learner = config.learner
         refused = {
             f"lora.rank = {config.lora.rank}": config.lora.is_set,
-            f"algorithm.advantage = {config.algorithm.advantage!r}": needs_values(config.algorithm, imported=False),
+            f"algorithm.advantage = {config.algorithm.advantage!r}": needs_critic(config),
             f"sampling.top_k = {config.sampling.top_k}, top_p = {config.sampling.top_p} and "
             f"min_p = {config.sampling.min_p}": config.sampling.is_cut,
             "learner.activation_checkpointing = true": learner.activation_checkpointing,
