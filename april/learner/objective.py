@@ -155,22 +155,6 @@ class TrainMicroBatch:
     """Loss inputs computed over all tokens of the batch; None if the configured loss has none."""
 
 
-@dataclass(frozen=True, eq=False)
-class ResponseGradientLoss:
-    """A `Loss` whose gradient is that of a response's log-probability; sums the response's log(pi / mu) into
-    `log_ratio`, a scalar tensor."""
-
-    micros: list[TrainMicroBatch]
-    log_ratio: Tensor
-
-    def __call__(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        tokens = self.micros[index].tokens
-        if tokens is None:
-            return 0.0 * logprobs.sum()
-        self.log_ratio.add_(log_ratio(logprobs.detach(), tokens.behaviour_logprobs).sum())
-        return logprobs.sum()
-
-
 @dataclass(frozen=True)
 class ScoringPass:
     """A forward pass over a whole batch before its first optimizer step, which adds columns to

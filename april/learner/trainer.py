@@ -29,13 +29,12 @@ from april.learner.canary import CanaryScorer
 from april.learner.conversations import ConversationLoss, ConversationMicroBatch
 from april.learner.critic import Critic
 from april.learner.diagnostics import StepTotals
+from april.learner.gradient_norms import response_norms
 from april.learner.head_divergence import TopKDivergence
-from april.learner.losses.columns import bounded
 from april.learner.model import uses_bf16
 from april.learner.objective import (
     Objective,
     Prepared,
-    ResponseGradientLoss,
     ResponseTokens,
     ScoringPass,
     TrainMicroBatch,
@@ -360,23 +359,15 @@ class Trainer:
         self, objective: Objective, micros: list[TrainMicroBatch], prepared: Prepared
     ) -> list[TrainMicroBatch]:
         """Copies of `micros`, those of an objective with advantages from the gradient norm of each response, which are
-        also stored in `prepared`. Collective.
-
-        A backward pass sums the gradients of all its tokens over all ranks, so every response has a pass of its own,
-        with all rows (forks) of the sample.
-        """
+        also stored in `prepared`. Collective."""
         lengths = [float(input_tokens(sample)) for sample in prepared.samples]
         objectives = [self.algorithms.objectives[number] for number in prepared.objectives]
         groups = [group for group in prepared.spread_groups if objectives[group[0][0]] is objective]
         responses = [rows for group in groups for rows in group]
-        log_ratios, squares = torch.zeros(2, len(responses), dtype=torch.float64, device=self.device)
-        MAIN.at("measuring gradient norms")
-        for index, rows in enumerate(responses):
-            self.optimizer.zero_grad()
-            passes = self.build_micros(prepared, rows, lengths)
-            self.backend.backward([micro.packed for micro in passes], ResponseGradientLoss(passes, log_ratios[index]))
-            squares[index] = self.backend.clip(math.inf) ** 2 if passes else 0.0
-        objective.set_norm_advantages(prepared, bounded(self.ranks.total(log_ratios)).cpu(), squares.cpu(), groups)
+        norms = response_norms(
+            self.backend, self.device, responses, lambda rows: self.build_micros(prepared, rows, lengths)
+        )
+        objective.set_norm_advantages(prepared, *norms, groups)
 
         def with_advantages(tokens: ResponseTokens, indices: list[int]) -> ResponseTokens:
             return replace(tokens, advantages=objective.tokens(prepared, indices, self.device).advantages)
