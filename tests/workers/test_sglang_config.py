@@ -38,6 +38,10 @@ REFUSED = {
         ["--engine.url", "http://127.0.0.1:1", "--engine.server.tp_size", "2"],
         "not started here",
     ),
+    "towers that servers of others keep": (
+        ["--engine.url", "http://127.0.0.1:1", "--learner.freeze_vision", "false"],
+        "that may keep images as seen by earlier weights",
+    ),
     "heads that cannot be split": (["--engine.server.tp_size", "3"], "2 heads and 1 key-value heads"),
     "deltas to servers": (["--engine.weights", "broadcast", "--weights.delta", "auto"], "'tensor'"),
     "unknown way": (["--engine.weights", "post"], "'disk', 'tensor' or 'broadcast'"),

@@ -131,7 +131,7 @@ class SGLangEngine(ServerRequests):
 
     def submit(self, request: Request) -> None:
         self.check(request, self)
-        self._queue[request.id] = StreamedRequest(request)
+        self._queue[request.id] = StreamedRequest(request, self.images_of(request))
         self._admit()
 
     @property

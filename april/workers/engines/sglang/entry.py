@@ -156,6 +156,7 @@ class ServerEntry(EngineEntry):
 
 class SGLangEntry(ServerEntry):
     returns_supports = True
+    takes_images = True
     limits_memory = True
     shares_time = True
 
@@ -172,6 +173,13 @@ class SGLangEntry(ServerEntry):
     @classmethod
     def check(cls, config: Config) -> None:
         check_cut(config)
+        if config.engine.url and not config.learner.freeze_vision:
+            refuse(
+                "learner.freeze_vision",
+                False,
+                f"cannot be with {config.engine.url[0]}, a server that may keep images as seen by earlier weights",
+                "leave it out, or have April start the servers",
+            )
         super().check(config)
 
 

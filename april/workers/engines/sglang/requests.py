@@ -14,14 +14,18 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Coroutine
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from april.data.images import ImageRule
 from april.util import clock
 from april.wire.message import Version
-from april.workers.engines.base import Chunk, Ticks
+from april.workers.engines.base import Chunk, EngineError, Request, Ticks
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, SGLangClient
+from april.workers.engines.sglang.images import SentImages
 from april.workers.engines.sglang.run import StepSignal, StreamedRequest
 
 log = logging.getLogger(__name__)
@@ -40,6 +44,7 @@ class ServerRequests:
     """Base class of `SGLangEngine`: the engine's requests on its server. The engine manages server and weights."""
 
     server_name = "SGLang"
+    model_path: Path
 
     def __init__(
         self, chunk_tokens: int, stream_tokens: int, report_s: float, loop: asyncio.AbstractEventLoop | None,
@@ -72,6 +77,16 @@ class ServerRequests:
         if self._client is None:
             raise ServerGone(f"no {self.server_name} server has been reached yet")
         return self._client
+
+    @cached_property
+    def _image_rule(self) -> ImageRule | None:
+        """How the model takes images; None if it takes none."""
+        return ImageRule.of(self.model_path)
+
+    def images_of(self, request: Request) -> SentImages | None:
+        """The images that the server is sent with a request; None without any. Raises EngineError for images that do
+        not fit the request or the model."""
+        return SentImages.of(request, self._image_rule) if request.images else None
 
     @property
     def live(self) -> int:
@@ -114,7 +129,7 @@ class ServerRequests:
         except ServerGone as error:
             log.warning("%s", error)
             self._alarm.set()
-        except ServerRefuses as error:
+        except EngineError as error:
             self._fail(streamed, str(error))
         except Exception as error:
             log.exception("request %d", streamed.request.id)

@@ -13,8 +13,9 @@ import numpy as np
 from april.data.support import Support
 from april.wire.limits import MAX_CUT_CHUNK_TOKENS, MAX_SUPPORT_IDS
 from april.wire.message import Version
-from april.workers.engines.base import Chunk, Finish, Request
+from april.workers.engines.base import Chunk, EngineError, Finish, Request
 from april.workers.engines.sglang.client import ServerRefuses
+from april.workers.engines.sglang.images import SentImages
 
 FINISH_REASONS: dict[str, Finish] = {"stop": "stop", "length": "length"}
 """Finish reasons of the server that end a response; any other is an interruption."""
@@ -28,6 +29,10 @@ class StreamedRequest:
     """
 
     request: Request
+    images: SentImages | None = None
+    """The request's images, if it has some."""
+    context: list[int] = field(default_factory=list)
+    """Token ids of prompt and response at the beginning of the current attempt."""
     rid: str = ""
     """SGLang's id of the current attempt. All have one length, because SGLang aborts every id with a given prefix."""
     generated: list[int] = field(default_factory=list)
@@ -54,8 +59,10 @@ class StreamedRequest:
         self.rid, self.attempt_tokens, self.interrupted = uuid.uuid4().hex, 0, False
 
     def body(self, version: Version, stream_tokens: int) -> dict[str, Any]:
-        """Body of POST /generate. It states every default, and uses the version as key of the prefix cache."""
+        """Body of POST /generate. It states every default, and uses the version as key of the prefix cache. Raises
+        EngineError for images that the server cannot be shown with the tokens sampled so far."""
         request = self.request
+        self.context = [*request.tokens.tolist(), *self.generated]
         sampling = {
             "max_new_tokens": request.max_new_tokens - len(self.generated),
             "temperature": request.temperature,
@@ -70,12 +77,17 @@ class StreamedRequest:
         }
         body = {
             "rid": self.rid,
-            "input_ids": [*request.tokens.tolist(), *self.generated],
+            "input_ids": self.context,
             "sampling_params": sampling,
             "return_logprob": True,
             "stream": True,
             "extra_key": str(version),
         }
+        if self.images:
+            try:
+                body |= self.images.fields(self.context)
+            except ValueError as error:
+                raise EngineError(f"request {request.id} cannot be shown its images: {error}") from None
         return body | {"return_sampling_mask": True} if request.with_support else body
 
     def take_event(self, event: dict, version: Version | None) -> int:
@@ -90,6 +102,8 @@ class StreamedRequest:
         new = total - self.attempt_tokens
         if not new:
             return 0
+        if self.images and not self.attempt_tokens:
+            self.check_context(event.get("prompt_token_ids"))
         entries = meta["output_token_logprobs"][-new:]
         ids = [entry[1] for entry in entries]
         if len(ids) != new or ids[-1:] != event["output_ids"][-1:]:
@@ -111,6 +125,16 @@ class StreamedRequest:
         self.generated += ids
         self.logprobs += logprobs
         return new
+
+    def check_context(self, read: list[int] | None) -> None:
+        """Raise ServerRefuses unless the token ids that the server has `read`, images included, are those of the
+        attempt's context."""
+        if read != self.context:
+            found = "does not say what it has read" if read is None else f"has read {len(read)} other tokens"
+            raise ServerRefuses(
+                f"the server was sent a context of {len(self.context)} tokens with images, and {found}; use SGLang "
+                "0.5.23 with its own image processor, and SGLANG_MM_AVOID_RETOKENIZE unset"
+            )
 
     def end_reached(self, kind: str) -> Finish | None:
         """The finish reason, if the response has ended.

@@ -45,6 +45,9 @@ PORTS = range(20_000, 30_000)
 """Ports for servers, outside Linux's default ephemeral range: a server binds its port up to minutes after the check."""
 PORTS_TRIED = 3
 """Ports tried in turn, if another process binds the chosen one first."""
+IMAGES_AS_SENT = {"SGLANG_MM_AVOID_RETOKENIZE": "1", "SGLANG_VLM_CACHE_SIZE_MB": "0"}
+"""Environment in which SGLang keeps the tokens around images, and no embedding of an image: it would keep that of
+earlier weights."""
 
 
 class ServerFailed(EngineError):
@@ -102,7 +105,7 @@ class ServerSettings:
         return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | self.own_environment()
 
     def own_environment(self) -> dict[str, str]:
-        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self.threads)}
+        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self.threads)} | IMAGES_AS_SENT
         if self.device == "cpu":
             own["SGLANG_USE_CPU_ENGINE"] = "1"
         return own

@@ -1,0 +1,196 @@
+"""Images on SGLang: it gets one placeholder for each, and reads the tokens that were meant, or the request fails."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from april.data.images import ImageRule, name_of
+from april.data.pixels import PLACES, PixelReader, png_of, take_image_places
+from april.learner.policy.counting import END, IMAGE, PATCH, RECIPE, START, VIDEO, VOCABULARY, build_model, save_policy
+from april.workers.engines import ENGINES
+from april.workers.engines.base import EngineError, Request
+from april.workers.engines.conformance.harness import V0, V1, drive, join
+from april.workers.engines.sglang.client import ServerRefuses
+from april.workers.engines.sglang.engine import SGLangEngine
+from april.workers.engines.sglang.images import SentImages
+from april.workers.engines.sglang.run import StreamedRequest
+from april.workers.engines.sglang.server import ServerSettings
+from tests.support.attached_servers import SGLANG_PYTHON, serve
+
+PAD, SIDE, CONTEXT = VOCABULARY[IMAGE], 2 * PATCH, 512
+RULE = ImageRule(PAD, PATCH, 2, 64, 4096)
+
+
+def request_of(number, sizes, new_tokens=8):
+    """A request of text and images of noise; `sizes`: rows and columns of tokens of each."""
+    rng = np.random.default_rng(number)
+    ids, images = rng.integers(6, len(VOCABULARY), 3).tolist(), []
+    for rows, columns in sizes:
+        ids += [
+            VOCABULARY[START],
+            *[PAD] * (rows * columns),
+            VOCABULARY[END],
+            *rng.integers(6, len(VOCABULARY), 2).tolist(),
+        ]
+        images.append(png_of(rng.integers(256, size=(rows * SIDE, columns * SIDE, 3), dtype=np.uint8)))
+    return Request(number, np.array(ids, np.int32), new_tokens, seed=number, images=tuple(images))
+
+
+def started(request):
+    streamed = StreamedRequest(request, SentImages.of(request, RULE))
+    streamed.start_attempt()
+    return streamed
+
+
+def event(ids, total, read):
+    """An event with new tokens, of a server that has `read` these prompt ids."""
+    meta = {"completion_tokens": total, "output_token_logprobs": [[-1.0, token, None] for token in ids]}
+    return {"output_ids": ids, "prompt_token_ids": read, "meta_info": meta}
+
+
+def test_each_image_is_sent_with_one_placeholder_in_its_place():
+    request = request_of(0, [(2, 3), (1, 2)])
+    body = started(request).body(V0, 5)
+    ids, first = body["input_ids"], [VOCABULARY[START], PAD, VOCABULARY[END]]
+    assert ids[3:6] == ids[8:11] == first and len(ids) == len(request.tokens) - 5 - 1
+    assert all(url.startswith("data:image/png;base64,") for url in body["image_data"]) and len(body["image_data"]) == 2
+    assert body["return_prompt_token_ids"]
+    plain = StreamedRequest(request_of(1, []))
+    assert not {"image_data", "return_prompt_token_ids"} & plain.body(V0, 5).keys()
+
+
+def test_a_server_that_has_read_other_tokens_fails_the_request_and_none_of_its_tokens_is_taken():
+    request = request_of(0, [(2, 3)])
+    meant = request.tokens.tolist()
+    for read in (meant[:-1], [*meant[:-1], 7], None):
+        streamed = started(request)
+        streamed.body(V0, 5)
+        with pytest.raises(ServerRefuses, match=f"sent a context of {len(meant)} tokens with images, and "):
+            streamed.take_event(event([9, 8], 2, read), V0)
+        assert streamed.generated == streamed.pending == []
+    streamed = started(request)
+    streamed.body(V0, 5)
+    assert streamed.take_event(event([9, 8], 2, meant), V0) == 2
+    streamed.start_attempt()
+    assert streamed.body(V0, 5)["input_ids"][-2:] == [9, 8]
+    with pytest.raises(ServerRefuses, match="has read"):
+        streamed.take_event(event([7], 1, meant), V0)
+    assert streamed.take_event(event([7], 1, [*meant, 9, 8]), V0) == 1, "a resumed one is read with what was sampled"
+
+
+def test_a_placeholder_that_was_sampled_cannot_be_sent_again_beside_an_image():
+    request = request_of(0, [(1, 2)])
+    streamed = started(request)
+    streamed.body(V0, 5)
+    streamed.take_event(event([PAD], 1, request.tokens.tolist()), V0)
+    streamed.start_attempt()
+    with pytest.raises(EngineError, match="1 placeholders were sampled, and SGLang takes each for an image"):
+        streamed.body(V0, 5)
+
+
+def test_images_that_do_not_fit_are_refused():
+    request = request_of(0, [(2, 2)])
+    for wrong, why in (
+        (replace(request, tokens=request.tokens[:-4]), "take 4 tokens, and the text has 3"),
+        (replace(request, images=(b"no picture",)), "is no PNG file"),
+    ):
+        with pytest.raises(EngineError, match=why):
+            SentImages.of(wrong, RULE)
+    with pytest.raises(EngineError, match="the model takes none"):
+        SentImages.of(request, None)
+    assert ENGINES.find("sglang").takes_images and not ENGINES.find("vllm").takes_images
+
+
+# --- the real server --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """(folder, model of version 0, model of version 1): a tiny Qwen3-VL whose tokeniser SGLang reads too."""
+    folder = tmp_path_factory.mktemp("models") / "vision"
+    first, second = (random_model(seed) for seed in (0, 1))
+    save_policy(first, folder)
+    return folder, first, second
+
+
+@torch.no_grad()
+def random_model(seed):
+    """A model of random weights that never samples a placeholder: the first number of the residual stream is always 1,
+    and counts against placeholders."""
+    model = build_model(replace(RECIPE, hidden_size=64, layers=2), seed).eval()
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.normal_(0, weight.shape[-1] ** -0.5)
+        if name.endswith(("o_proj.weight", "down_proj.weight")) or "linear_fc2" in name:
+            weight[0] = float(name.endswith("visual.merger.linear_fc2.bias"))
+    embeddings = model.get_input_embeddings().weight
+    embeddings[:, 0] = 1
+    embeddings[[PAD, VOCABULARY[VIDEO]], 0] = -50
+    take_image_places(model.base_model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def server(models, tmp_path_factory):
+    log = tmp_path_factory.mktemp("sglang") / "vision.log"
+    yield from serve(ServerSettings(SGLANG_PYTHON, models[0], log, slots=16, context_tokens=CONTEXT))
+
+
+@pytest.fixture
+def engine(server, models):
+    folder, first, _ = models
+    engine = SGLangEngine(
+        folder, len(VOCABULARY), CONTEXT, url=server.url, slots=8, chunk_tokens=50, stream_tokens=1, report_s=1e9
+    )
+    engine.load_weights(V0, weights_of(first))
+    yield engine
+    engine.cancel_all(range(100))
+    engine.close()
+
+
+def weights_of(model):
+    return revert_weight_conversion(model, dict(model.named_parameters()))
+
+
+@torch.inference_mode()
+def logprobs_of(model, reader, request, tokens):
+    """Of `tokens`, which follow a request's, by a plain forward pass of the model."""
+    ids = torch.tensor([[*request.tokens.tolist(), *tokens]])
+    places = ids == PAD
+    places[0, len(request.tokens) :] = False
+    images = {}
+    if read := [reader.read(png) for png in request.images]:
+        images = {
+            "pixel_values": torch.from_numpy(np.concatenate([rows for rows, _ in read])),
+            "image_grid_thw": torch.tensor([grid for _, grid in read]),
+            "mm_token_type_ids": places.int(),
+            PLACES: places,
+        }
+    logits = model(input_ids=ids, use_cache=False, **images).logits[0, len(request.tokens) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+def test_tokens_after_images_have_the_log_probabilities_of_a_plain_forward_pass_also_when_resumed(engine, models):
+    """The weights change while requests with images are generated: each goes on behind its images and its tokens."""
+    folder, first, second = models
+    reader = PixelReader.of(folder)
+    requests = [request_of(0, [(2, 3), (1, 2)], 200), request_of(1, [], 9), request_of(2, [(3, 3)], 120)]
+    before = drive(engine, requests, tokens=60)
+    engine.load_weights(V1, weights_of(second))
+    after = drive(engine)
+    streams = {request.id: join(before[request.id], after[request.id]) for request in requests}
+    for request in requests:
+        found = streams[request.id]
+        by_version = {
+            version: logprobs_of(model, reader, request, found.tokens) for version, model in ((V0, first), (V1, second))
+        }
+        expected = [by_version[version][place] for place, version in enumerate(found.versions)]
+        assert np.abs(np.array(found.logprobs) - expected).max() < 1e-4
+    assert {*streams[0].versions} == {V0, V1} and len(
+        {name_of(png) for request in requests for png in request.images}
+    ) == 3
