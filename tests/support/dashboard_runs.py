@@ -53,7 +53,7 @@ def write_samples(run, step, letters, seed=0, broken=True):
 def write_rows(run, step, rows, broken=False):
     """Write a samples file under a temporary name and rename it, as a learner does, so that a dashboard never reads a
     partial file."""
-    table = pyarrow.Table.from_pylist(rows, schema=schema())
+    table = pyarrow.Table.from_pylist(rows, schema=schema(token_scores=True))
     if step == 1 and broken:
         texts = [row["response"].encode() for row in rows[:-1]] + [BROKEN]
         column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
@@ -99,6 +99,9 @@ def row(step, group, index, letters, chance, text=None):
         "learner_logprobs": [value and value + chance.gauss(0, 0.3) for value in engine],
         "entropies": [value and 3 * chance.random() for value in engine],
         "turns": [],
+        "token_scores": [
+            {"name": "big_teacher", "values": [value and value - at / 9 for at, value in enumerate(engine)]}
+        ],
         "reward": 0.0 if index == 3 else 1.0,
         "reward_details": [{"name": "correct", "value": float(index != 3)}],
         "opened_at": START_S + step,

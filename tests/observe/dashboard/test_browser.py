@@ -69,9 +69,14 @@ def test_from_the_curves_to_a_step_to_a_sample_to_a_token(serve, open_page, runs
     text = "".join(page.locator(".tokens").all_text_contents())
     assert text == "Let me think about step 7. It is 5 ✓"
     picture(page, "sample")
-    for name in ("Gap", "Entropy", "Advantage"):
+    for name, shown_by in (
+        ("Gap", "gap"),
+        ("Entropy", "entropy"),
+        ("big teacher", "score"),
+        ("Advantage", "advantage"),
+    ):
         page.get_by_role("button", name=name, exact=True).click()
-        page.locator(f".by-{name.lower()}").wait_for()
+        page.locator(f".by-{shown_by}").wait_for()
         colours = page.locator(".tokens [data-v]").evaluate_all(
             "tokens => [...new Set(tokens.map(token => getComputedStyle(token).backgroundColor))]"
         )
@@ -81,6 +86,7 @@ def test_from_the_curves_to_a_step_to_a_sample_to_a_token(serve, open_page, runs
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     page.locator(".said", has_text="token 2 · “e”").wait_for()
+    page.locator(".said", has_text="big_teacher").wait_for()
     assert "by=advantage" in page.url
     page.get_by_role("link", name="The whole group").click()
     page.get_by_role("heading", name="Group 72").wait_for()

@@ -14,25 +14,30 @@ const PART = 1000;
 const HUES = 8;
 const GAP_NATS = 1;
 const ENTROPY_NATS = 3;
-const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "stays", "label", "held_out", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "branch", "parent", "shared", "reward", "advantage", "trained", "finish_reason", "discarded", "discarded_from", "discarded_at", "attempts", "error", "chunks", "tokens", "images"]);
+const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "stays", "label", "held_out", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "branch", "parent", "shared", "reward", "advantage", "trained", "finish_reason", "discarded", "discarded_from", "discarded_at", "attempts", "error", "chunks", "tokens", "images", "token_scores"]);
 
 export async function sampleView(place, { run, address, signal }) {
   const [step, group, index] = address.rest;
   const discarded = address.query.get("discarded");
   const sample = await ask(sampleOf(run.name, address.rest, discarded), signal);
   const row = { step, group, index };
-  let by = COLOURS[address.query.get("by")] ? address.query.get("by") : "version";
+  const scores = scoresOf(sample);
+  const ways = [...Object.entries(COLOURS).map(([way, [label, title]]) => [way, label, title]), ...scores.map(({ way, name }) => [way, name.replaceAll("_", " "), `What a scorer gave each token as ${name}`])];
+  let by = ways.some(([way]) => way === address.query.get("by")) ? address.query.get("by") : "version";
   const versions = versionsOf(sample);
   const key = h("p", { class: "key" });
   const said = h("p", { class: "said", role: "status" }, "Point at a token, or choose the text and use the arrow keys.");
-  const speech = h("div", { class: `speech-all by-${by}` });
+  const speech = h("div", { class: classOf(by) });
+  const tokens = new Tokens(sample, versions, said, scores);
+  tokens.colourBy(by);
   const colours = (value) => {
     by = value;
-    speech.className = `speech-all by-${by}`;
+    speech.className = classOf(by);
+    tokens.colourBy(by);
     history.replaceState(null, "", addressOf(run.name, "samples", address.rest, { discarded, by: by === "version" ? "" : by }));
     drawKey();
   };
-  const drawKey = () => fill(key, keyOf(by, versions, sample));
+  const drawKey = () => fill(key, keyOf(by, versions, sample, scores));
 
   fill(place,
     h("p", { class: "path" }, h("a", { href: addressOf(run.name, "samples") }, "Samples"), " › ",
@@ -42,14 +47,13 @@ export async function sampleView(place, { run, address, signal }) {
     sample.discarded && h("p", { class: "chip failed" }, `Discarded as ${why(sample)}${sample.discarded_from ? `, from token ${number(sample.discarded_from + 1)} on` : ""}`),
     sample.held_out && h("p", { class: "chip" }, heldOut(sample)),
     h("dl", { class: "facts small" }, facts(sample, versions)),
-    h("div", { class: "tools sticky" }, choices("Colour tokens by", Object.entries(COLOURS).map(([name, [label, title]]) => [name, label, title]), by, colours), key,
+    h("div", { class: "tools sticky" }, choices("Colour tokens by", ways, by, colours), key,
       h("a", { class: "button", href: groupAddress(run.name, row) }, "The whole group"),
       h("a", { class: "button", href: addressOf(run.name, "samples", [], { prompt: await promptOf() }) }, "This prompt in other steps")),
     said,
     h("section", { class: "speech prompt" }, h("h2", {}, "Prompt", h("span", { class: "note" }, ` ${number(sample.prompt_ids?.length ?? 0)} tokens`)), shownImages(run.name, sample), h("pre", { dir: "auto", tabindex: 0 }, sample.prompt)),
     speech, sample.label?.length > LABEL && h("section", { class: "speech prompt" }, h("h2", {}, "Reference answer"), h("pre", { dir: "auto", tabindex: 0 }, sample.label)), life(run, address, sample), await session(run, sample, signal), further(sample));
   drawKey();
-  const tokens = new Tokens(sample, versions, said);
   fill(speech, sample.pieces ? sample.turns.map((turn) => tokens.turn(turn)) : [
     note("The tokeniser of the policy is not at hand, so that the text is shown as a whole."),
     h("section", { class: "speech policy" }, h("h2", {}, "Response"), h("pre", { dir: "auto", tabindex: 0 }, sample.response)),
@@ -64,9 +68,11 @@ export async function sampleView(place, { run, address, signal }) {
 
 /** The turns of a response as tokens, one of which is selected. */
 class Tokens {
-  constructor(sample, versions, said) {
+  constructor(sample, versions, said, scores) {
     this.sample = sample;
     this.said = said;
+    this.scores = scores;
+    this.spans = [];
     this.of = new Array(sample.response_ids?.length ?? 0).fill(-1);
     for (const { start, end, branch, step } of sample.segments ?? [])
       this.of.fill(versions.findIndex((version) => version.step === step && version.branch === branch), start, end);
@@ -116,7 +122,19 @@ class Tokens {
     if (learner && learner[at] !== null && engine?.[at] !== null) style.setProperty("--gap", clamp((learner[at] - engine[at]) / GAP_NATS));
     if (entropies && entropies[at] !== null) style.setProperty("--entropy", clamp(entropies[at] / ENTROPY_NATS));
     if (trained) style.setProperty("--advantage", clamp(advantage / 2));
+    this.spans.push(span);
+    this.paint(span);
     return span;
+  }
+
+  /** Colour the tokens, those that are added later too, by the token score of that name, if `way` is one. */
+  colourBy(way) {
+    this.score = this.scores.find((score) => score.way === way);
+    if (this.score) this.spans.forEach((span) => this.paint(span));
+  }
+
+  paint(span) {
+    if (this.score) span.style.setProperty("--score", clamp((this.score.values[span.dataset.at] ?? 0) / this.score.most));
   }
 
   choose(span) {
@@ -132,6 +150,7 @@ class Tokens {
     if (engine?.[at] != null) parts.push(`engine ${number(engine[at], 3)}`);
     if (learner?.[at] != null) parts.push(`learner ${number(learner[at], 3)}`, `gap ${number(learner[at] - engine[at], 2)}`);
     if (entropies?.[at] != null) parts.push(`entropy ${number(entropies[at], 3)}`);
+    for (const score of this.scores) if (version) parts.push(`${score.name} ${number(score.values[at], 3)}`);
     if (came !== null) parts.push(`came after ${duration(came)}`);
     this.said.textContent = parts.join(" · ");
   }
@@ -149,6 +168,9 @@ class Tokens {
   }
 }
 
+const classOf = (by) => `speech-all by-${by.startsWith("score") ? "score" : by}`;
+/** The token scores of a sample, each as a way to colour tokens, with its largest magnitude. */
+const scoresOf = (sample) => (sample.token_scores ?? []).map(({ name, values }, n) => ({ way: `score${n}`, name, values, most: values.reduce((most, value) => Math.max(most, Math.abs(value ?? 0)), 0) || 1 }));
 const clamp = (value) => Math.max(-1, Math.min(1, value)).toFixed(3);
 const visible = (text) => JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"') || "part of a character";
 const name = ({ branch, step }) => (branch ? `${branch}.${step}` : `${step}`);
@@ -163,7 +185,9 @@ function versionsOf(sample) {
   return [...found.values()];
 }
 
-function keyOf(by, versions, sample) {
+function keyOf(by, versions, sample, scores) {
+  const score = scores.find(({ way }) => way === by);
+  if (score) return [h("span", { class: "scale score" }), `−${number(score.most, 3)} … ${number(score.most, 3)}`];
   if (by === "version") return versions.map((version, n) => h("span", { class: "swatch", "data-v": n % HUES }, `version ${name(version)}: ${number(version.tokens)} tokens${sample.held_out ? "" : `, age ${sample.step - 1 - version.step}`}`));
   if (by === "gap") return sample.learner_logprobs ? [h("span", { class: "scale gap" }), `engine thought it likelier by ${GAP_NATS} nat … learner`] : "The learner has not seen it: it has had no gradient.";
   if (by === "entropy") return sample.entropies ? [h("span", { class: "scale entropy" }), `0 … ${ENTROPY_NATS} nats`] : "There are no entropies of it.";
