@@ -44,8 +44,9 @@ SMALL = 1e-3
 ALIKE = (1e-3, 1e-5)
 """Relative differences of a module's output in two passes below which the module is not blamed for a difference between
 the passes, if another one can be."""
-TRIED_PARAMETERS = 100_000_000
-"""Parameters up to which a model is tried at its true width, which takes 5 s on a core."""
+TRIED_PARAMETERS, DEEP_PARAMETERS = 100_000_000, 50_000_000
+"""Parameters up to which a model is tried at its true width, which takes 5 s on a core, and up to which it then has
+at least LAYERS layers."""
 NO_MEMORY = re.compile(r"(out of|not enough|(n't|not) allocate) memory", re.IGNORECASE)
 """Regular expression for what torch's allocators say when memory is short."""
 
@@ -288,7 +289,9 @@ def packed_sequences(lm: nn.Module, sequences: list[Tensor]) -> MicroBatch:
 # --- small models -----------------------------------------------------------------------------------------------------
 
 LAYERS, VOCABULARY, INNER, EXPERTS, CHOSEN, WINDOW = 2, 256, 64, 8, 2, 8
-"""Sizes of a reduced model; it has at least so many layers."""
+"""Sizes of a reduced model; LAYERS is the least number of layers of a narrow one."""
+NARROWER = (2, 4, 8, 16, 32, 64)
+"""Divisors of widths that are tried in turn."""
 WINDOWS = re.compile(r"window(?!.*layers)|chunk_size|block_size|local_attention|index_topk|floor_scale|^original_max_")
 """Regular expression for names of keys with a number of tokens up to which a model sees, or from which on it computes
 something else."""
@@ -304,13 +307,16 @@ def small_model(
     """A model like `whole`, of the configuration that `config` makes, with random weights that make its layers matter:
     with its first layers up to one of each kind, short windows, few tokens and experts, and as wide as `most`
     parameters allow: of its true width, or with fewer heads of their true size, on which alone the choice of a kernel
-    depends. Raises ModelError if none can be built."""
-    depth, said = depth_of(whole), f"all have more than {most:,} parameters"
-    for divisor in (1, 2, 4, 8, 16, 32, 64):
+    depends. One of its true width has LAYERS layers at least if these have few parameters. Raises ModelError if none
+    can be built."""
+    kinds, said = depth_of(whole), f"all have more than {most:,} parameters"
+    depth = max(kinds, LAYERS)
+    forms = [(1, depth, min(most, DEEP_PARAMETERS)), (1, kinds, most), *((n, depth, most) for n in NARROWER)]
+    for divisor, layers, room in forms:
         try:
-            smaller = reduced(config(), depth, divisor)
+            smaller = reduced(config(), layers, divisor)
             smaller.validate()
-            if model := random_model(smaller, most):
+            if model := random_model(smaller, room):
                 logprobs_by_transformers(model, torch.arange(3, 8))
                 return model
         except Exception as error:
@@ -327,7 +333,7 @@ def depth_of(lm: nn.Module) -> int:
     """Number of first layers among which there is one of every kind."""
     layers = list(getattr(text_model(lm), "layers", ()))
     kinds = [kind_of(layer) for layer in layers]
-    return max([LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])
+    return max([1, *(kinds.index(kind) + 1 for kind in kinds)])
 
 
 def kind_of(layer: nn.Module) -> list:
