@@ -1,15 +1,29 @@
 """Images on SGLang: it gets one placeholder for each, and reads the tokens that were meant, or the request fails."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
 from april.data.images import ImageRule, name_of
 from april.data.pixels import PLACES, PixelReader, png_of, take_image_places
-from april.learner.policy.counting import END, IMAGE, PATCH, RECIPE, START, VIDEO, VOCABULARY, build_model, save_policy
+from april.learner.policy.counting import (
+    END,
+    EOS,
+    IMAGE,
+    PATCH,
+    PROCESSOR,
+    RECIPE,
+    START,
+    VIDEO,
+    VOCABULARY,
+    build_model,
+    save_policy,
+)
 from april.workers.engines import ENGINES
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.harness import V0, V1, drive, join
@@ -19,13 +33,14 @@ from april.workers.engines.sglang.images import SentImages
 from april.workers.engines.sglang.run import StreamedRequest
 from april.workers.engines.sglang.server import ServerSettings
 from tests.support.attached_servers import SGLANG_PYTHON, serve
+from tests.support.learner import pictures as tiny
 
 PAD, SIDE, CONTEXT = VOCABULARY[IMAGE], 2 * PATCH, 512
 RULE = ImageRule(PAD, PATCH, 2, 64, 4096)
 
 
-def request_of(number, sizes, new_tokens=8):
-    """A request of text and images of noise; `sizes`: rows and columns of tokens of each."""
+def request_of(number, sizes, new_tokens=8, side=SIDE):
+    """A request of text and images of noise; `sizes`: rows and columns of tokens; `side`: of a token (pixels)."""
     rng = np.random.default_rng(number)
     ids, images = rng.integers(6, len(VOCABULARY), 3).tolist(), []
     for rows, columns in sizes:
@@ -35,7 +50,7 @@ def request_of(number, sizes, new_tokens=8):
             VOCABULARY[END],
             *rng.integers(6, len(VOCABULARY), 2).tolist(),
         ]
-        images.append(png_of(rng.integers(256, size=(rows * SIDE, columns * SIDE, 3), dtype=np.uint8)))
+        images.append(png_of(rng.integers(256, size=(rows * side, columns * side, 3), dtype=np.uint8)))
     return Request(number, np.array(ids, np.int32), new_tokens, seed=number, images=tuple(images))
 
 
@@ -107,30 +122,60 @@ def test_images_that_do_not_fit_are_refused():
 # --- the real server --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """(folder, model of version 0, model of version 1): a tiny Qwen3-VL whose tokeniser SGLang reads too."""
-    folder = tmp_path_factory.mktemp("models") / "vision"
-    first, second = (random_model(seed) for seed in (0, 1))
+FAMILIES = {"qwen3_vl": PATCH, "qwen2_5_vl": 14, "qwen2_vl": 14}
+"""Side of a patch in the tiny models (pixels); SGLang knows rows of pixels of Qwen2.5-VL by their length at 14."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def models(request, tmp_path_factory):
+    """(folder, model of version 0, model of version 1): tiny models whose tokeniser and processor SGLang reads too."""
+    folder = tmp_path_factory.mktemp("models") / request.param
+    first, second = (random_model(request.param, seed) for seed in (0, 1))
     save_policy(first, folder)
+    if request.param != "qwen3_vl":
+        sizes = {"shortest_edge": 56 * 56, "longest_edge": 280 * 280}
+        processor = PROCESSOR | {"patch_size": FAMILIES[request.param], "temporal_patch_size": 2, "size": sizes}
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder, first, second
 
 
 @torch.no_grad()
-def random_model(seed):
+def random_model(family, seed):
     """A model of random weights that never samples a placeholder: the first number of the residual stream is always 1,
     and counts against placeholders."""
-    model = build_model(replace(RECIPE, hidden_size=64, layers=2), seed).eval()
-    for name, weight in model.named_parameters():
+    model = tiny_model(family, seed).eval()
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    for name, weight in (*model.named_parameters(), ("lm_head.weight", head)):
         if weight.dim() > 1:
             weight.normal_(0, weight.shape[-1] ** -0.5)
-        if name.endswith(("o_proj.weight", "down_proj.weight")) or "linear_fc2" in name:
-            weight[0] = float(name.endswith("visual.merger.linear_fc2.bias"))
-    embeddings = model.get_input_embeddings().weight
-    embeddings[:, 0] = 1
-    embeddings[[PAD, VOCABULARY[VIDEO]], 0] = -50
+        if name.endswith(("o_proj.weight", "down_proj.weight")) or "linear_fc2" in name or ".merger.mlp.2." in name:
+            weight[0] = float(".merger." in name and name.endswith("bias"))
+    embeddings[:, 0] = head[:, 0] = 1
+    head[[PAD, VOCABULARY[VIDEO]], 0] = -50
     take_image_places(model.base_model)
     return model
+
+
+def tiny_model(family, seed):
+    if family == "qwen3_vl":
+        return build_model(replace(RECIPE, hidden_size=64, layers=2), seed)
+    text, vision = tiny.FAMILIES[family]
+    text = text | {
+        "vocab_size": len(VOCABULARY), "hidden_size": 64, "eos_token_id": VOCABULARY[EOS], "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]},
+    }  # fmt: skip
+    own = {"embed_dim": 32, "hidden_size": 64} if family == "qwen2_vl" else {"hidden_size": 32, "out_hidden_size": 64}
+    vision = vision | own | {"patch_size": FAMILIES[family], "in_chans": 3, "window_size": 56}
+    names = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+    }
+    ids = {key: VOCABULARY[name] for key, name in names.items()}
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    torch.manual_seed(seed)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +224,9 @@ def test_tokens_after_images_have_the_log_probabilities_of_a_plain_forward_pass_
     """The weights change while requests with images are generated: each goes on behind its images and its tokens."""
     folder, first, second = models
     reader = PixelReader.of(folder)
-    requests = [request_of(0, [(2, 3), (1, 2)], 200), request_of(1, [], 9), request_of(2, [(3, 3)], 120)]
+    shapes = ([(2, 3), (2, 2)], 200), ([], 9), ([(3, 3)], 120)
+    side = reader.patch * reader.merge
+    requests = [request_of(number, *shape, side) for number, shape in enumerate(shapes)]
     before = drive(engine, requests, tokens=60)
     engine.load_weights(V1, weights_of(second))
     after = drive(engine)
