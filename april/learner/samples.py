@@ -172,7 +172,7 @@ class SampleWriter:
         import pyarrow.parquet as parquet
 
         rows_by_step = {step + 1: rows} if rows else {}
-        for row in describe_untrained(untrained, self._tokenizer()):
+        for row in describe_untrained(untrained, self._tokenizer(), self.several_sources):
             rows_by_step.setdefault(row["segments"][-1]["step"] if row["held_out"] else step + 1, []).append(row)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number, of_step in rows_by_step.items():
@@ -217,7 +217,11 @@ def row_group_size(samples: int, tokens: int) -> int:
     return max(1, ROW_GROUP_TOKENS * samples // max(1, tokens))
 
 
-def describe_untrained(groups: list[ReceivedGroup], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def describe_untrained(
+    groups: list[ReceivedGroup], tokenizer: Tokenizer, with_source: bool
+) -> Iterator[dict[str, Any]]:
+    """Parquet columns of the samples of groups that were discarded or held out; `with_source`: of discarded ones also
+    the number of their source."""
     for head, group in groups:
         for sample_head, sample in zip(head.samples, group, strict=True):
             first = sample.prompt_tokens - head.prompt_tokens
@@ -232,6 +236,7 @@ def describe_untrained(groups: list[ReceivedGroup], tokenizer: Tokenizer) -> Ite
                 "error": sample_head.error,
                 "delivered_at": None,
                 "discarded_at": head.delivered_at if head.discarded else None,
+                **({"source": head.source} if with_source and not head.held_out else {}),
             }
 
 

@@ -77,6 +77,7 @@ def test_responses_end_at_the_budget_of_their_source_and_are_penalised_before_it
     budgets = [24, 6]
     tables = [{"path": f"{data_folder}/train.jsonl", "max_response_tokens": budget} for budget in budgets]
     overrides = ["--data.path", "none", "--reward.overlong_buffer_tokens", "4", "--learner.ranks", "1"]
+    overrides += ["--schedule.dynamic_sampling", "true"]
     job = start_run("--data.sources", toml(tables), *overrides)
     assert job.wait() == 0, job.output
     assert_closed(run_dir)
@@ -91,6 +92,7 @@ def test_responses_end_at_the_budget_of_their_source_and_are_penalised_before_it
         details = {detail["name"]: detail["value"] for detail in row["reward_details"]}
         assert details["overlong"] == pytest.approx(-max(0, tokens - (budget - 4)) / 4)
     assert longest[1] == 6 < longest[0]
+    assert {row["source"] for row in rows if row["discarded"]} == {0, 1}, "what was discarded has its source, too"
     tables[1]["max_response_tokens"] = 5
     job = start_run("--data.sources", toml(tables), *overrides, "--resume", "--schedule.max_steps", "4")
     assert job.wait() != 0 and "data.sources.1.max_response_tokens" in job.output

@@ -229,7 +229,8 @@ class LearnerHandler:
         payloads, (is_held_out, epoch, row) = self.context.payloads, logged.drawn
         known_set = self.evaluations.held_out.get(epoch)
         set_name = known_set.settings.name if known_set else HELD_OUT
-        head = replace(logged.head, held_out=set_name if is_held_out else "")
+        source = 0 if is_held_out or row < 0 else self.context.prompts.source_of(epoch, row)
+        head = replace(logged.head, held_out=set_name if is_held_out else "", source=source)
         try:
             with contextlib.suppress(LookupError):  # a submitted prompt that was forgotten
                 head = replace(head, label=payloads.row_of(is_held_out, epoch, row).label if row >= 0 else "")
