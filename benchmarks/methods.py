@@ -46,8 +46,8 @@ from trl_side import supervised_steps
 from april.config import Config
 from april.data.arithmetic import make_data
 from april.data.conversations import Conversation
-from april.launch.sft.source import as_sample
 from april.learner.batch import TrainingBatch, TrainSample, decode, encode
+from april.learner.conversations import as_sample
 from april.learner.losses.ranks import SingleRank
 from april.learner.objective import Objective
 from april.learner.trainer import Trainer
@@ -57,6 +57,8 @@ from april.wire.message import Version
 WANTED = 0.9
 """Held-out accuracy that both sides have to reach."""
 SEEDS, STEPS, STEPS_APART, REPEATS = 5, 64, 16, 9
+INTERRUPTED = 130
+"""Exit status of a run that ended as it was asked to."""
 END_S = 120.0
 """Time within which a run that is asked to stop has ended."""
 HALVES_PROMPTS = 512
@@ -72,9 +74,11 @@ def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--runs", nargs="*", choices=RUNS, default=(), help="train these, minutes for each seed")
     arguments.add_argument("--seeds", type=int, default=SEEDS)
+    arguments.add_argument("--folder", type=Path, help="keep runs here, and take those that have ended from there")
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="april-methods-") as made:
-        folder = Path(made)
+        folder = options.folder or Path(made)
+        folder.mkdir(parents=True, exist_ok=True)
         policy = quickstart_policy(folder, options.quick)
         repeats = 3 if options.quick else REPEATS
         rows = [
@@ -198,7 +202,7 @@ def self_distillation(policy: Path, folder: Path, seeds: int, quick: bool) -> li
     for seed in range(1, 1 + (1 if quick else seeds)):
         for name, found in accuracies.items():
             changes = {"algorithm": SELF_TAUGHT} if name == "self" else {}
-            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS_APART, changes, quick)
+            run = train(folder, f"self-{name}-{seed}", policy, seed, 2 if quick else STEPS_APART, changes, quick)
             found.append(read_run(run).evaluation[-1]["accuracy"])
     gains = [taught - plain for taught, plain in zip(accuracies["self"], accuracies["grpo"], strict=True)]
     return [
@@ -222,7 +226,7 @@ def apart(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Row]:
     for seed in range(1, 1 + (1 if quick else seeds)):
         for name, found in accuracies.items():
             changes = {"reward": {"part": parts}, "algorithm": {"advantage": "gdpo" if name == "gdpo" else "grpo"}}
-            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS_APART, changes, quick)
+            run = train(folder, f"gdpo-{name}-{seed}", policy, seed, 2 if quick else STEPS_APART, changes, quick)
             found.append(read_run(run).evaluation[-1]["accuracy"])
     return [
         Row("gdpo_vs_sum", ratios(accuracies["gdpo"], [max(each, 1e-3) for each in accuracies["sum"]]), ""),
@@ -241,7 +245,8 @@ def curriculum(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Row]
         for name, found in samples.items():
             changes = {"data": data, "schedule": {"sampler": name, "dynamic_sampling": not quick}}
             wanted = 0.0 if quick else WANTED / 2
-            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS, changes, quick, wanted)
+            most = 2 if quick else STEPS
+            run = train(folder, f"curriculum-{name}-{seed}", policy, seed, most, changes, quick, wanted)
             found.append(samples_to(run, wanted, SAMPLES))
     return [
         Row("curriculum_samples_share", ratios(samples["difficulty"], samples["order"]), ""),
@@ -261,6 +266,9 @@ def train(
 ) -> Path:
     """A run of the quickstart's configuration with other sections, which is stopped once it has the wanted accuracy on
     held-out prompts; returns its folder."""
+    ended = folder / f"{name}.ended"
+    if ended.exists():
+        return folder / name
     prompts, held_out = make_data(folder / "data")
     tree = tomllib.loads((ROOT / "configs/quickstart.toml").read_text())
     tree |= {"seed": seed, "run": {"dir": str(folder), "name": name}, "model": {"path": str(policy)}}
@@ -283,8 +291,9 @@ def train(
             time.sleep(1)
         started.send_signal(signal.SIGINT)
         started.wait(END_S)
-    if started.returncode:
+    if started.returncode not in (0, INTERRUPTED):
         sys.exit(f"{name} ended with status {started.returncode}:\n{log.read_text()[-3000:]}")
+    ended.touch()
     return folder / name
 
 

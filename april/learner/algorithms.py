@@ -6,10 +6,12 @@ the parts' losses are added:
     L = sum over parts of loss_weight * (groups of the part / groups of the batch) * L of the part
 
 where "the batch" is a minibatch, if there are several. A micro-batch holds samples of one part, on all ranks that
-compute at the same time, so that collectives and passes of other models are those of its algorithm.
+compute at the same time, so that collectives and passes of other models are those of its algorithm. What a rank trains
+of a batch, with its conversations beside, is a `ReadyBatch`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,8 +19,34 @@ from april.config import Config
 from april.config.algorithms import divided
 from april.learner.batch import TrainingBatch
 from april.learner.batch_metrics import batch_metrics, metrics_by_source
+from april.learner.conversations import ConversationMicroBatch
 from april.learner.losses.ranks import Ranks
-from april.learner.objective import Objective, Prepared
+from april.learner.objective import Objective, Prepared, TrainMicroBatch
+
+
+@dataclass(frozen=True, eq=False)
+class ReadyBatch:
+    """A batch prepared for this rank: advantages, plan, and micro-batches on its device."""
+
+    prepared: Prepared
+    minibatches: list[list[TrainMicroBatch]]
+    """Micro-batches of each optimizer step of an epoch, the same number on every rank; empty if no sample has a
+    gradient."""
+    conversations: list[list[ConversationMicroBatch]]
+    """Micro-batches of conversations in each optimizer step of an epoch, the same number on every rank."""
+    operations: float
+    """Floating-point operations of the step, summed over all ranks."""
+    prepare_s: float
+    """Wall time of `Trainer.prepare`, seconds."""
+
+    @property
+    def micros(self) -> list[TrainMicroBatch]:
+        return [micro for minibatch in self.minibatches for micro in minibatch]
+
+    def split_by_minibatch(self, micros: list[TrainMicroBatch]) -> list[list[TrainMicroBatch]]:
+        """Split `micros`, updated copies of this batch's micro-batches in order, by minibatch."""
+        rest = iter(micros)
+        return [[next(rest) for _ in minibatch] for minibatch in self.minibatches]
 
 
 class Algorithms:

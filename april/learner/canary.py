@@ -8,7 +8,7 @@ from april.config import Config
 from april.learner.backends.backend import Backend
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.packing import pack
-from april.weights.canary import CANARY_TOKENS, Canary, canary_tokens, rounded_otherwise
+from april.weights.canary import CANARY_TOKENS, Canary, canary_tokens, longest_canary, rounded_otherwise
 from april.wire.message import Version
 
 ROUNDING_EVERY = 8
@@ -38,8 +38,7 @@ class CanaryScorer:
         """The canary with its log-probabilities under the current weights, and what rounding does to them, which every
         eighth version measures. Collective."""
         config, embedding = self.config, self.backend.lm.get_input_embeddings()
-        longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
-        tokens = canary_tokens(embedding.num_embeddings, longest - 1, self.trained_text)
+        tokens = canary_tokens(embedding.num_embeddings, longest_canary(config), self.trained_text)
         logprobs = self._score(tokens)
         text, used, rounding = self._rounding
         if text != tokens.tobytes() or used % ROUNDING_EVERY == 0:

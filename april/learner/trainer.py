@@ -22,7 +22,7 @@ from torch import Tensor
 from april.config import Config
 from april.config.stored import stored_checkpoints
 from april.learner import checkpoint, performance
-from april.learner.algorithms import Algorithms
+from april.learner.algorithms import Algorithms, ReadyBatch
 from april.learner.backends import BACKENDS
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.canary import CanaryScorer
@@ -43,7 +43,6 @@ from april.learner.optimizers import lr_share
 from april.learner.optimizers.base import PartOptimizer
 from april.learner.packing import MicroBatch, input_tokens, longest_input, pack, plan
 from april.learner.performance import PhaseSeconds, Seconds
-from april.learner.ready_batch import ReadyBatch
 from april.learner.store import CheckpointStore
 from april.learner.teacher import Teacher
 from april.learner.token_stats import EngineGaps, TokenStats, keeps_samples

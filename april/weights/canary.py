@@ -18,8 +18,12 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from april.config import Config
+
 CANARY_TOKENS = 512
 """Length of the canary in tokens, unless the run's prompts and responses are shorter."""
+RESERVED_TOKENS = 8
+"""Tokens of a model's context that no canary has: SGLang takes no text within 6 tokens of it."""
 SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 """Increment of the SplitMix64 generator (Steele, Lea, Flood 2014)."""
 WORD_MASK = (1 << 64) - 1
@@ -49,6 +53,13 @@ class Canary(msgspec.Struct, array_like=True, frozen=True):
     def text(self) -> np.ndarray:
         """The canary's token ids as an array, int32 [T]."""
         return np.array(self.tokens, np.int32)
+
+
+def longest_canary(config: "Config") -> int:
+    """Most tokens of the canary that every engine takes: less than the longest sequence of the run, and than the
+    model's context without what servers keep of it."""
+    longest = config.longest_prompt_tokens + config.sampling.max_response_tokens - 1
+    return min(longest, config.context_tokens - RESERVED_TOKENS) if config.context_tokens else longest
 
 
 def canary_tokens(vocabulary: int, at_most: int = CANARY_TOKENS, text: "np.ndarray | None" = None) -> np.ndarray:

@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from april.config import Config
 from april.learner.model import await_copies, on_cpu, persistent_buffers
-from april.weights.canary import Canary, canary_tokens, rounded_otherwise
+from april.weights.canary import Canary, canary_tokens, longest_canary, rounded_otherwise
 
 Weights: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 WRAPPERS = ("module", "_orig_mod")
@@ -76,8 +76,7 @@ def canary_from_score(score: Score, config: Config) -> Canary:
     Raises ValueError."""
     if config.vocabulary is None:
         raise ValueError("model.path has no vocab_size in its config.json, by which the canary's tokens are chosen")
-    longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
-    tokens = canary_tokens(config.vocabulary, longest - 1)
+    tokens = canary_tokens(config.vocabulary, longest_canary(config))
     logprobs = [float(logprob) for logprob in score(tokens)]
     if len(logprobs) != len(tokens) - 1:
         raise ValueError(
@@ -94,8 +93,7 @@ def canary_from_model(weights: Weights, config: Config) -> Canary | None:
     model = unwrap(weights)
     if not isinstance(model, PreTrainedModel):
         return None
-    longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
-    tokens = canary_tokens(model.get_input_embeddings().num_embeddings, longest - 1)
+    tokens = canary_tokens(model.get_input_embeddings().num_embeddings, longest_canary(config))
     ids = torch.tensor(tokens, dtype=torch.int64, device=model.device)[None]
     trained = model.training
     model.eval()
