@@ -68,6 +68,8 @@ SFT_ROWS, PACKED_TOKENS = 32, 1024
 HELD = {"advantage": "no_reward", "divergence": "reverse_kl"}
 SELF_TAUGHT = {"divergence": "forward_kl", "divergence_coef": 0.1, "hint": "{label}#{prompt}"}
 DISTILLED = {"advantage": "no_reward", "distillation": "reverse_kl", "distillation_discount": 0.0}
+SMALL_BATCHES = {"rollout_batch_size": 16, "over_sampling_batch_size": 24, "n_samples_per_prompt": 2}
+"""Batches of distillation, an eighth of GRPO's: a number for each token needs neither groups nor many samples."""
 
 
 def main() -> None:
@@ -184,8 +186,10 @@ def distillation(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Ro
             changes = {}
             if name == "distil":
                 changes = {"algorithm": DISTILLED, "reward": {"where": "scorer"}, "teacher": {"big": {"path": teacher}}}
+                changes |= {"schedule": SMALL_BATCHES}
             if name == "divergence":
                 changes = {"algorithm": HELD, "teacher": {"big": {"path": teacher, "where": "learner"}}}
+                changes |= {"schedule": SMALL_BATCHES}
             wanted = 0.0 if quick else WANTED
             run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS, changes, quick, wanted)
             found.append(samples_to(run, wanted))

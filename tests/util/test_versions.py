@@ -11,7 +11,7 @@ from april import __version__, wire
 from april.broker.journal.journal import Journal
 from april.broker.server import Server
 from april.config import load
-from april.util.versions import FILE, JOURNAL, PROTOCOLS, RUN_FOLDER, OtherApril, minor
+from april.util.versions import FILE, JOURNAL, PROTOCOL, PROTOCOLS, RUN_FOLDER, OtherApril, minor
 from april.wire.sockets import base
 from april.wire.sockets.broker import AccessDenied, BrokerConnection
 from tests.support.refusals import refusal
@@ -103,7 +103,7 @@ def dealer():
     context.term()
 
 
-@pytest.mark.parametrize(("protocol", "named"), [(3, "an earlier April"), (13, "a later April")])
+@pytest.mark.parametrize(("protocol", "named"), [(3, "an earlier April"), (PROTOCOL + 1, "a later April")])
 def test_the_broker_tells_a_peer_of_another_protocol_in_that_protocol(config, dealer, protocol, named):
     server = Server(config)
     try:

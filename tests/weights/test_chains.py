@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from april.config import WeightsSection
+from april.weights.chains import chain_from
 from april.weights.publisher import WeightPublisher
 from april.wire.message import Version
 from tests.support.run_processes import wait_until
@@ -36,7 +37,10 @@ def join(publisher):
         workers.update((name, ChannelWorker(publisher.address, publisher.config.transport, name)) for name in names)
         assert all(workers[name].has_started() for name in names)
         linked = len(workers) - -(-len(workers) // SECTION.channel_size)
-        wait_until(lambda: sum(each.is_linked for each in channels(publisher).values()) == linked)
+        wait_until(lambda: sum(each.state == "ready" for each in channels(publisher).values()) == len(workers))
+        wait_until(lambda: sum(each.is_linked for each in channels(publisher).values()) >= linked)
+        heads = [each for each in channels(publisher).values() if each.upstream is None]
+        assert max(len(list(chain_from(head))) for head in heads) <= SECTION.channel_size
         return workers
 
     yield join

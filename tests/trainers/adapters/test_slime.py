@@ -15,6 +15,7 @@ from april.config import ConfigError, load
 from april.data.support import Support
 from april.learner.batch import TrainingBatch, TrainSample
 from april.trainers.rollouts import LOCAL, connect
+from april.trainers.rollouts.prompts import PromptEncoder
 from april.trainers.rollouts.run import Rollouts
 from april.wire.message import Version
 from tests.support import slime_types
@@ -63,7 +64,8 @@ def test_a_sample_of_slime_s_gets_tokens_masks_versions_and_the_support_of_each_
     write_weights(args, 1, {"weight": torch.ones(2)})
     source = Source(2)
     prompt = slime.prompt_of(Source(2).get_samples(1)[0])
-    extra = run._encode(prompt)[0].extra
+    [encoded] = PromptEncoder(config, keeps_files=False).encode([prompt])
+    extra = encoded.submission.extra
     support = Support(np.array([2, 0, 1], np.int32), np.array([7, 9, 8], np.int32))
     tokens = np.array([5, 6, 7, 4, 8], np.int32)
     segments = ((0, 1, Version(0, 3)), (2, 3, Version(0, 4)))
