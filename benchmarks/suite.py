@@ -28,7 +28,8 @@ OTHER_NAMES = (
     PACKAGE / "config", PACKAGE / "trainers" / "convert", PACKAGE / "data" / "tokenizer.py",
     PACKAGE / "workers" / "rewards" / "python_tests.py", PACKAGE / "workers" / "teachers" / "__init__.py",
 )  # fmt: skip
-"""Files in which an engine's name is a default, a preset, another framework's word, a kind of teacher, or the package torch."""
+"""Files in which an engine's name is a default, a preset, another framework's word, a kind of teacher, or the package
+torch."""
 OWN_ENGINE = """
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.entry import EngineEntry
