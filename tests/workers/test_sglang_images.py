@@ -224,7 +224,7 @@ def test_tokens_after_images_have_the_log_probabilities_of_a_plain_forward_pass_
     """The weights change while requests with images are generated: each goes on behind its images and its tokens."""
     folder, first, second = models
     reader = PixelReader.of(folder)
-    shapes = ([(2, 3), (2, 2)], 200), ([], 9), ([(3, 3)], 120)
+    shapes = ([(2, 3), (2, 2)], 440), ([], 9), ([(3, 3)], 120)
     side = reader.patch * reader.merge
     requests = [request_of(number, *shape, side) for number, shape in enumerate(shapes)]
     before = drive(engine, requests, tokens=60)
