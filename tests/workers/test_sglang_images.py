@@ -141,8 +141,8 @@ def models(request, tmp_path_factory):
 
 @torch.no_grad()
 def random_model(family, seed):
-    """A model of random weights that never samples a placeholder: the first number of the residual stream is always 1,
-    and counts against placeholders."""
+    """A model of random weights that never samples a placeholder, nor the token before one, of which SGLang 0.5.23 ends
+    where it is the last of a context: the first number of the residual stream is always 1, and counts against them."""
     model = tiny_model(family, seed).eval()
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     for name, weight in (*model.named_parameters(), ("lm_head.weight", head)):
@@ -151,7 +151,7 @@ def random_model(family, seed):
         if name.endswith(("o_proj.weight", "down_proj.weight")) or "linear_fc2" in name or ".merger.mlp.2." in name:
             weight[0] = float(".merger." in name and name.endswith("bias"))
     embeddings[:, 0] = head[:, 0] = 1
-    head[[PAD, VOCABULARY[VIDEO]], 0] = -50
+    head[[PAD, VOCABULARY[VIDEO], VOCABULARY[START]], 0] = -50
     take_image_places(model.base_model)
     return model
 
