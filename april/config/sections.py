@@ -87,6 +87,10 @@ class ModelSection(HubSection):
     )
 
 
+OF_SAMPLES = ("kind", "sft_rows", "sft_weight", "max_response_tokens", "hint_key", "teacher", "algorithm")
+"""Keys of a source that say how its rows are sampled, or trained beside samples; without effect in `april sft`."""
+
+
 class Config(Section):
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of data order, sampling and minibatches.")
     run: RunSection = RunSection()
@@ -257,8 +261,7 @@ class Config(Section):
         sft, algorithm = self.sft, self.algorithm
         whole_rows = sft.max_tokens if algorithm.normalisation == "constant" else None
         by_epochs = self.data.epochs and "max_steps" not in self.schedule.model_fields_set
-        plain: dict[str, Any] = {"kind": "prompts", "sft_rows": 8, "sft_weight": 0.1}
-        plain |= {"hint_key": "", "teacher": "", "algorithm": {}}
+        plain = {name: SourceSection.model_fields[name].default for name in OF_SAMPLES}
         chosen = [source for source in self.data.sources if source.kind == "sft"] or self.data.sources
         sources = [source.model_copy(update=plain) for source in chosen]
         schedule = ScheduleSection(

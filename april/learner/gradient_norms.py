@@ -39,7 +39,8 @@ def response_norms(
     responses: list[list[int]],
     micros_of: Callable[[list[int]], list[TrainMicroBatch]],
 ) -> tuple[Tensor, Tensor]:
-    """log(pi / mu) and squared gradient norm of each of S responses, float64 [S] each, on the CPU. Collective.
+    """Log-ratio log(pi / mu) and squared gradient norm of each of S responses, float64 [S] each, on the CPU.
+    Collective.
 
     `responses`: indices of each response's rows in the prepared batch; `micros_of(rows)`: this rank's micro-batches of
     such rows.

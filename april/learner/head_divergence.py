@@ -31,7 +31,7 @@ class TopIds(NamedTuple):
     """The k ids that a teacher finds most likely in the place of each of K targets."""
 
     ids: Tensor
-    """int64 [K, k]."""
+    """Token ids, int64 [K, k]."""
     logprobs: Tensor
     """Their log-probabilities under the teacher, [K, k]."""
 

@@ -1,8 +1,5 @@
 """Status of a run: one struct, `RunStatus`, read from the broker's components at one moment. As JSON it is the answer
 to `april status`, the live view and the dashboard; /metrics and /health are made from it in `metrics.py`.
-
-As JSON it is the answer to `april status`, the live view and the dashboard; /metrics and /health are made from it in
-`metrics.py`.
 """
 
 import heapq
@@ -332,10 +329,7 @@ HOLDER_FIGURES = ("groups", "samples", "scoring", "tool", "tokens", "for_s")
 
 class Bottleneck:
     """Cause of delay of the next batch: the groups it waits for, where their stragglers are, and which leases have
-    missed renewals. Computed from the broker's context at one moment.
-
-    Computed from the broker's context at one moment.
-    """
+    missed renewals. Computed from the broker's context at one moment."""
 
     def __init__(self, context: BrokerContext, now: float):
         self.context, self.ledger, self.now = context, context.ledger, now

@@ -135,6 +135,15 @@ def test_rows_are_of_their_source_and_fields_of_hints_are_not_read(configured, i
     assert {source for source, _ in found} == {0, 1} and all(source == of_row for source, of_row in found)
 
 
+def test_one_file_serves_both_commands_and_of_its_sources_those_of_conversations_are_trained(configured, inputs):
+    prompts = f'{{path = "{inputs}/train.jsonl", max_response_tokens = 500, reward = "math"}}'
+    said = f'{{path = "{inputs}/heldout.jsonl", kind = "sft", sft_rows = 2, sft_weight = 0.5}}'
+    config = configured("--data.path", "none", "--data.sources", f"[{prompts}, {said}]")
+    assert len(ConversationBook(config).rows) == 6 and ConversationBook(config).batch(0).samples[0].source == 0
+    config = configured("--data.path", "none", "--data.sources", f"[{prompts}]")
+    assert len(ConversationBook(config).rows) == 20
+
+
 def test_the_held_out_loss_is_that_of_transformers(one_rank, configured, inputs):
     config = configured()
     samples = ConversationBook(config).held_out_batch().groups[0]
