@@ -62,21 +62,25 @@ class Runner(Protocol):
 
 
 class ProgramRunner:
-    """Runs a function, or an instance of a class, in a host process, which is replaced when it dies or blocks."""
+    """Runs a function, or an instance of a class, in a host process, which is replaced when it dies or blocks. Orders
+    that come meanwhile wait for the new process."""
 
     def __init__(self, program: str, options: dict[str, Any], threads: int, observer: ProgramObserver):
         self.program, self.options, self.threads, self.observer = program, options, threads, observer
         self.running: set[int] = set()
         self.cancelling: dict[int, asyncio.TimerHandle] = {}
+        self.waiting: dict[int, StartProgram] = {}
+        """Orders for the next host process, while there is none."""
         self.mark = new_mark()
         self.process: asyncio.subprocess.Process | None = None
         self._orders: asyncio.StreamWriter | None = None
+        """Channel of orders to the host process; None while there is none that is ready."""
         self._reading: asyncio.Task[None] | None = None
         self._closed = False
 
     async def start(self) -> None:
-        """Start the host process. Raises TimeoutError, asyncio.IncompleteReadError or ConnectionError if it does not
-        become ready."""
+        """Start the host process, and the programs that wait for it. Raises OSError, such as TimeoutError, or
+        asyncio.IncompleteReadError if it does not become ready."""
         near, far = socket.socketpair()
         with far:
             self.process = await asyncio.create_subprocess_exec(
@@ -84,24 +88,31 @@ class ProgramRunner:
                 stdin=far.fileno(), stdout=STDERR, start_new_session=True,
                 env=python_environment() | self.mark | {SUPERVISED: str(os.getpid())},
             )  # fmt: skip
-        outcomes, self._orders = await asyncio.open_connection(sock=near)
-        self._orders.write(frame(self.options))
+        outcomes, orders = await asyncio.open_connection(sock=near)
+        orders.write(frame(self.options))
         await asyncio.wait_for(outcomes.readexactly(LENGTH_BYTES), START_TIMEOUT_S)
+        self._orders = orders
         self._reading = asyncio.create_task(self._read(self.process, outcomes))
+        waiting, self.waiting = self.waiting, {}
+        for order in waiting.values():
+            self._begin(orders, order)
 
     def start_program(self, order: StartProgram) -> None:
-        self.running.add(order.key)
-        self._send(order)
+        if self._orders:
+            self._begin(self._orders, order)
+        else:
+            self.waiting[order.key] = order
         self.observer.program_started(order.key)
 
-    def cancel(self, key: int) -> None:
-        if key in self.running and key not in self.cancelling:
-            self._send(CancelProgram(key))
-            self.cancelling[key] = asyncio.get_running_loop().call_later(GRACE_S, self._kill)
+    def _begin(self, orders: asyncio.StreamWriter, order: StartProgram) -> None:
+        self.running.add(order.key)
+        orders.write(frame(order))
 
-    def _send(self, order: StartProgram | CancelProgram) -> None:
-        if self._orders and not self._orders.is_closing():
-            self._orders.write(frame(order))
+    def cancel(self, key: int) -> None:
+        self.waiting.pop(key, None)
+        if self._orders and key in self.running and key not in self.cancelling:
+            self._orders.write(frame(CancelProgram(key)))
+            self.cancelling[key] = asyncio.get_running_loop().call_later(GRACE_S, self._kill)
 
     async def _read(self, process: asyncio.subprocess.Process, outcomes: asyncio.StreamReader) -> None:
         why = "its process ended"
@@ -129,17 +140,19 @@ class ProgramRunner:
             self.observer.program_ended(ended.key, ended.reward, ended.error, ended.state, ended.details)
 
     async def _replace(self, process: asyncio.subprocess.Process, why: str) -> None:
-        self._kill()
-        status = await process.wait()
-        await asyncio.to_thread(end_marked, self.mark)
+        if self._orders:
+            self._orders.close()
         for timer in self.cancelling.values():
             timer.cancel()
         lost = sorted(self.running - set(self.cancelling))
-        self.running, self.cancelling = set(), {}
+        self._orders, self.running, self.cancelling = None, set(), {}
+        self._kill()
+        status = await process.wait()
+        await asyncio.to_thread(end_marked, self.mark)
         try:
             await self.start()
-        except (TimeoutError, *CHANNEL_CLOSED):
-            return self.observer.runner_failed(f"{why} (status {status}), and did not start again")
+        except (OSError, asyncio.IncompleteReadError) as error:
+            return self.observer.runner_failed(f"{why} (status {status}), and did not start again: {error}")
         self.observer.process_died(lost, f"{why} (status {status})")
 
     def _kill(self) -> None:

@@ -1,6 +1,8 @@
 """What an agents process does with its sessions, whatever becomes of their programs."""
 
 import asyncio
+import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,6 +205,46 @@ def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
     assert raised.error.startswith("ValueError: no\n") and "neither a finite number" in nonsense.error
     assert "it returned nan, which is neither a finite number" in no_number.error
     assert died[0] == [4] and "status" in died[1]
+
+
+def test_programs_that_start_while_their_process_is_replaced_run_in_the_next_one():
+    """Whenever that is: one starts in every millisecond from the kill until the next process has run one."""
+
+    async def play():
+        observer, keys, ended = ProgramObserver(), [], []
+        runner = ProgramRunner("tests.support.agent_programs:as_told", {}, 4, observer)
+        await runner.start()
+        os.kill(runner.process.pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while not ended or len(ended) < len(keys):
+                if not ended:
+                    keys.append(len(keys) + 1)
+                    runner.start_program(order(keys[-1], {"returns": 1.0}))
+                await asyncio.sleep(0.001)
+                outcomes, observer.outcomes = observer.outcomes, []
+                ended += [outcome.key for outcome in outcomes if isinstance(outcome, ProgramEnded)]
+                for lost in (key for died in outcomes if isinstance(died, tuple) for key in died[0]):
+                    runner.start_program(order(lost, {"returns": 1.0}))
+        await runner.close()
+        return sorted(ended), keys
+
+    ended, keys = asyncio.run(play())
+    assert ended == keys
+
+
+def test_of_programs_that_wait_for_a_process_a_cancelled_one_does_not_run():
+    async def play():
+        observer = ProgramObserver()
+        runner = ProgramRunner("tests.support.agent_programs:as_told", {}, 4, observer)
+        for key in (1, 2):
+            runner.start_program(order(key, {"returns": 1.0}))
+        runner.cancel(1)
+        await runner.start()
+        outcome = await observer.next_event()
+        await runner.close()
+        return outcome.key, observer.outcomes
+
+    assert asyncio.run(play()) == (2, [])
 
 
 @pytest.mark.full
