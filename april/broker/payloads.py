@@ -49,7 +49,7 @@ class Payloads:
         """Sampling times in a journal record; cached, as a worker reports the chunks of all its samples in one
         record."""
         self._scores_of = lru_cache(maxsize=SCORES_CACHED)(self._read_scores)
-        """Token scores in a journal record; cached, as the samples of a group may share a record."""
+        """Token scores and feedback in a journal record; cached, as the samples of a group may share a record."""
         self._short_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
         self._long_prompt = lru_cache(maxsize=LONG_PROMPTS_CACHED)(self._read_prompt)
 
@@ -94,16 +94,24 @@ class Payloads:
 
     def token_scores(self, sample: Sample) -> dict[str, memoryview]:
         """Values, float32, of each token score of a sample, by name."""
+        return self._scored(sample)[0]
+
+    def feedback(self, sample: Sample) -> str:
+        """Text that a sample's verifier gave beside the reward; "" for none."""
+        return self._scored(sample)[1]
+
+    def _scored(self, sample: Sample) -> tuple[dict[str, memoryview], str]:
         if sample.main_sample or not (found := (sample.group.token_scores or {}).get(sample.index)):
-            return {}
+            return {}, ""
         position, length, number, _ = found
         return self._scores_of((position, length))[number]
 
-    def _read_scores(self, reference: Reference) -> list[dict[str, memoryview]]:
-        """Token scores of each response in a journal record."""
+    def _read_scores(self, reference: Reference) -> list[tuple[dict[str, memoryview], str]]:
+        """Token scores of each response in a journal record, and the feedback on it."""
         event, [(_, data)] = self.journal.read(reference)
         assert isinstance(event, TokensScored)
-        return split_columns(event.columns, memoryview(data))
+        columns = split_columns(event.columns, memoryview(data))
+        return list(zip(columns, event.feedback or [""] * len(columns), strict=True))
 
     def chunk_times(self, refs: Iterable[ChunkRef]) -> list[tuple[int, float]]:
         """(response tokens up to the chunk's end, Unix seconds by the reporter's clock) of each chunk; the time is 0 if

@@ -19,7 +19,7 @@ from april.broker.samplers.draws import SampledOrder, draws_in_order
 from april.config import Config, ConfigError, ScheduleSection
 from april.config.algorithms import algorithm_of, response_budget
 from april.config.evaluation import EvaluationSet
-from april.config.teachers import teacher_of
+from april.config.teachers import shows_feedback, teacher_of
 from april.data.dataset import Dataset, load_dataset
 from april.data.images import NO_IMAGES, PROMPT_IMAGES
 from april.data.rows import BadRow, DatasetRow, checked_label, checked_reward, hinted_prompt
@@ -74,8 +74,8 @@ class PromptBook:
         """The text with the hint, by source; "" where the policy does not teach itself."""
         self.encoded = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
         """Token ids of a row by its number, or None if it cannot be drawn; cached for the next epoch."""
-        self._has_lost_hints = False
-        """Whether a drawn row's hint could not be told, which is said once."""
+        self.lost_hints: set[tuple[int, int]] = set()
+        """(epoch, position) of the drawn prompts with a sample that is trained without its hint, which left no room."""
         self._prepared_until = 0, 0
         """(epoch, position) of the first prompt whose images are not prepared ahead of its drawing."""
         self._drawn = lru_cache(maxsize=16)(self._draw)
@@ -203,7 +203,8 @@ class PromptBook:
     def counts(self) -> dict[str, int]:
         """Number of training rows, of rows excluded as bad, and of rows skipped so far as too long or empty."""
         bad_rows = self.rows.bad_rows + len(self.untokenisable)
-        return {"rows": len(self.rows), "bad_rows": bad_rows, "too_long": len(self.too_long)}
+        lost = {"lost_hints": len(self.lost_hints)} if self.lost_hints else {}
+        return {"rows": len(self.rows), "bad_rows": bad_rows, "too_long": len(self.too_long)} | lost
 
     def _order(self, epoch: int) -> np.ndarray:
         return self.rows.order(self.seed, epoch)
@@ -227,30 +228,35 @@ class PromptBook:
                 )  # fmt: skip
         return tokens
 
-    def hinted(self, epoch: int, position: int) -> bytes:
-        """Token ids, int32, of the prompt under which the policy teaches itself; empty without `algorithm.hint`, for
-        a source whose algorithm has no divergence, and for a row that had room for its hint when it was drawn and has
-        none now."""
+    def hinted(self, epoch: int, position: int, feedback: str = "", response_tokens: int = 0) -> bytes:
+        """Token ids, int32, of the prompt under which the policy teaches itself: on a sample with the `feedback` on its
+        `response_tokens`, or on all samples of a group. Empty without `algorithm.hint`, for a source whose algorithm
+        has no divergence, for a hint with feedback where there is none, and for one that leaves no room."""
+        if bool(feedback) != shows_feedback(self._config.algorithm):
+            return b""
         try:
-            return self.encode_hinted(self.row(epoch, position), self.source_of(epoch, position))
+            row, source = self.row(epoch, position), self.source_of(epoch, position)
+            return self.encode_hinted(row, source, feedback, response_tokens)
         except BadRow as error:
-            if not self._has_lost_hints:
+            if not self.lost_hints:
                 log.warning("position %d of epoch %d is trained without its hint: %s", position, epoch, error)
-            self._has_lost_hints = True
+            self.lost_hints.add((epoch, position))
             return b""
 
-    def encode_hinted(self, row: DatasetRow, source: int) -> bytes:
-        """`source`: number of the row's source. Raises BadRow, also for a prompt that leaves no room for a response in
-        the context."""
+    def encode_hinted(self, row: DatasetRow, source: int, feedback: str = "", response_tokens: int = 0) -> bytes:
+        """`source`: number of the row's source; `response_tokens`: length of the response, 0 if it is yet to be
+        generated. Raises BadRow, also for a prompt that leaves no room for the response in the context."""
         config, hint = self._config, self._hints[source]
         if not hint:
             return b""
-        prompt = hinted_prompt(row, hint)
+        prompt = hinted_prompt(row, hint, feedback)
         tokens = self.tokenizer.encode_row(prompt, **config.data.prompt_options)
-        if config.context_tokens and len(tokens) + config.sampling.max_response_tokens > config.context_tokens:
+        room = response_tokens or config.sampling.max_response_tokens
+        if config.context_tokens and len(tokens) + room > config.context_tokens:
+            fix = "shorten algorithm.hint" + (", or lower reward.feedback_characters" if feedback else "")
             raise BadRow(
                 f"{len(tokens)} tokens of the prompt with its hint leave no room for a response of "
-                f"{config.sampling.max_response_tokens} in the model's {config.context_tokens}; shorten algorithm.hint"
+                f"{room} in the model's {config.context_tokens}; {fix}"
             )
         return tokens.astype("<i4").tobytes()
 

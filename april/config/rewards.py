@@ -10,7 +10,14 @@ from april.config.section import Section
 from april.util.errors import refuse
 from april.util.registry import registry_of
 from april.util.text import GROUP_REWARD, is_secret
-from april.wire.limits import MAX_REWARD, MAX_REWARD_DETAILS, OWN_REWARD, PENALTIES, is_reward
+from april.wire.limits import (
+    MAX_FEEDBACK_CHARACTERS,
+    MAX_REWARD,
+    MAX_REWARD_DETAILS,
+    OWN_REWARD,
+    PENALTIES,
+    is_reward,
+)
 
 PENALTY_KEYS = dict(zip(PENALTIES, ("overlong_buffer_tokens", "format_pattern"), strict=True))
 """The key that turns a penalty on, by the name under which it is a detail of a reward, and may be a part of it."""
@@ -122,6 +129,14 @@ class RewardSection(Section):
         description="Verifiers that get responses without special tokens. Other verifiers see the special tokens that "
         "the policy wrote, such as </think> in some vocabularies, except an end token at the end. List all of "
         "reward.name and the verifiers of its parts, or none of them. Empty: none.",
+    )
+    feedback_characters: int = Field(
+        2000,
+        ge=1,
+        le=MAX_FEEDBACK_CHARACTERS,
+        description="Longest text of a verifier that {feedback} of algorithm.hint shows (characters); of a longer one "
+        "the beginning and the end are kept. A high value tells more of a long log, and makes the teacher's prompts "
+        "longer.",
     )
     max_failed_share: float = Field(
         0.05,

@@ -10,6 +10,8 @@ from april.util.errors import refuse
 from april.util.registry import registry_of
 
 TEACHER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+HINT_FIELDS = ("prompt", "label", "hint", "feedback")
+"""What `algorithm.hint` may have in braces."""
 
 
 def check_teachers(config: Config) -> None:
@@ -114,9 +116,10 @@ def check_hint(config: Config) -> None:
         refuse(
             key, hint, "is the prompt alone, after which the policy teaches itself nothing", "write a hint beside it"
         )
-    unknown = sorted({*re.findall(r"(?<![\w}])\{[a-z_]+\}", hint)} - {"{prompt}", "{label}", "{hint}"})
+    unknown = sorted({*re.findall(r"(?<![\w}])\{[a-z_]+\}", hint)} - {f"{{{name}}}" for name in HINT_FIELDS})
     if unknown:
-        refuse(key, hint, f"names {unknown[0]}, which no row has", "write {prompt}, {label} or {hint}")
+        fix = f"write {{{'}, {'.join(HINT_FIELDS)}}}"
+        refuse(key, hint, f"names {unknown[0]}, which no row has", fix)
     taught = [source for number, source in enumerate(data.train_sources) if algorithm_of(config, number).divergence]
     lacking = [str(source.path) for source in taught if not source.hint_key]
     if "{hint}" in hint and lacking:
@@ -131,6 +134,11 @@ def check_hint(config: Config) -> None:
     if config.learner.context_parallel > 1:
         why = "makes the teacher's rows longer, so that ranks that share rows would hold different targets of them"
         refuse(key, hint, why, "set learner.context_parallel = 1, or leave it out")
+
+
+def shows_feedback(algorithm: AlgorithmSection) -> bool:
+    """Whether the policy as its own teacher sees what verifiers say of the response."""
+    return "{feedback}" in algorithm.hint
 
 
 def held_teacher(config: Config) -> TeacherSection | None:

@@ -299,7 +299,8 @@ class AlgorithmSection(Section):
         "",
         description="Prompt under which the policy is its own teacher for algorithm.divergence: a text in which "
         "{prompt} stands for the row's prompt (of a chat, the last message of its user), {label} for its reference "
-        "answer and {hint} for its field data.hint_key. Empty: the teacher is a model that the learner holds.",
+        "answer, {hint} for its field data.hint_key and {feedback} for what the verifier said of the response. Empty: "
+        "the teacher is a model that the learner holds.",
     )
 
 

@@ -207,14 +207,14 @@ def checked_hint(record: dict, key: str) -> str:
     return hint
 
 
-PLACEHOLDER = re.compile(r"\{(label|hint)\}")
-"""Regular expression for what `algorithm.hint` says of a row, beside its prompt."""
+PLACEHOLDER = re.compile(r"\{(label|hint|feedback)\}")
+"""Regular expression for what `algorithm.hint` says of a row and of a response, beside its prompt."""
 
 
-def hinted_prompt(row: DatasetRow, template: str) -> str | list[dict]:
-    """The prompt of a row in `template`; of a chat, the last message of its user. Raises BadRow for a chat without
-    one."""
-    fields = {"label": row.label, "hint": row.hint}
+def hinted_prompt(row: DatasetRow, template: str, feedback: str = "") -> str | list[dict]:
+    """The prompt of a row in `template`, with the `feedback` on a response; of a chat, the last message of its user.
+    Raises BadRow for a chat without one."""
+    fields = {"label": row.label, "hint": row.hint, "feedback": feedback}
     before, after = (PLACEHOLDER.sub(lambda found: fields[found[1]], part) for part in template.split("{prompt}"))
     if isinstance(row.prompt, str):
         return f"{before}{row.prompt}{after}"

@@ -81,6 +81,8 @@ class TrainSample:
     """Token ids, int32, of the prompt under which the policy teaches itself; none if it does not."""
     source: int = 0
     """Number of the prompt's source in `data.sources`."""
+    feedback: str = ""
+    """Text that the verifier gave beside the reward; stored for inspection."""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:

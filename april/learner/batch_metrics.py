@@ -36,6 +36,7 @@ def batch_metrics(
         "looping_share": sum(is_repetitive(s.tokens[s.prompt_tokens :]) for s in samples) / max(1, len(samples)),
         "gradient_groups": float(len(with_gradient)),
         **version_shares(samples),
+        **hinted_share(samples),
     }
 
 
@@ -52,6 +53,12 @@ def metrics_by_source(
             names = *BY_SOURCE, *(name for name in figures if name.startswith("turn_"))
             found |= {f"{name}_source_{source}": figures[name] for name in names}
     return found
+
+
+def hinted_share(samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Share of the samples on which the policy teaches itself, 0 to 1; none where it does on no sample."""
+    hinted = sum(len(sample.hinted_prompt) > 0 for sample in samples)
+    return {"hinted_share": hinted / len(samples)} if hinted else {}
 
 
 def version_shares(samples: list[TrainSample]) -> dict[str, float]:

@@ -38,9 +38,13 @@ Scores = Mapping[int, np.ndarray]
 """Log-probabilities and entropies, float32 [2, K], of the K sampled tokens of rows of a batch, by index of the row."""
 
 
-def schema(token_scores: bool = False, sources: bool = False):
-    """Columns of a file of samples; `token_scores`, `sources`: whether any sample has token scores, or the number of
-    its source, a column each."""
+OPTIONAL = ("token_scores", "source", "feedback")
+"""Columns that only files with a value of them have, in the order of the parameters of `schema`."""
+
+
+def schema(token_scores: bool = False, sources: bool = False, feedback: bool = False):
+    """Columns of a file of samples; `token_scores`, `sources`, `feedback`: whether any sample has token scores, the
+    number of its source, or its verifier's text, a column each."""
     import pyarrow as arrow
 
     ids, figures = arrow.list_(arrow.int32()), arrow.list_(arrow.float32())
@@ -54,6 +58,7 @@ def schema(token_scores: bool = False, sources: bool = False):
     column = [("name", arrow.string()), ("values", figures)]
     optional = {"token_scores": arrow.list_(arrow.struct(column))} if token_scores else {}
     optional |= {"source": arrow.int32()} if sources else {}
+    optional |= {"feedback": arrow.string()} if feedback else {}
     return arrow.schema(
         {
             "step": arrow.int32(),
@@ -179,7 +184,7 @@ class SampleWriter:
             for row in of_step:
                 row["images"] = [keep_picture(self.folder / PICTURES, png) for png in row["images"]]
             path = self.folder / f"step_{number:06d}.parquet"
-            columns = schema(*(any(name in row for row in of_step) for name in ("token_scores", "source")))
+            columns = schema(*(any(name in row for row in of_step) for name in OPTIONAL))
             table = arrow.Table.from_pylist([row | {"step": number} for row in of_step], schema=columns)
             if number <= step and path.exists():
                 table = arrow.concat_tables([without_held_out(path), table], promote_options="default")
@@ -257,7 +262,8 @@ def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenize
         for name, values in sorted(sample.token_scores.items())
         if values.ndim == 1
     ]
-    return ({"token_scores": scores_by_name} if scores_by_name else {}) | {
+    optional = {"token_scores": scores_by_name, "feedback": sample.feedback}
+    return {name: value for name, value in optional.items() if value} | {
         "prompt": tokenizer.decode(prompt),
         "response": tokenizer.decode(response),
         "label": sample.label,

@@ -297,7 +297,8 @@ def decode_sample(
         shared_tokens=head.shared_tokens,
         label=group.label,
         images=tuple(images[name] for name in (*group.images, *(name for name, _ in head.shown_images))),
-        hinted_prompt=np.frombuffer(group.hinted, "<i4"),
+        hinted_prompt=np.frombuffer(head.hinted or group.hinted, "<i4"),
+        feedback=head.feedback,
         source=group.source,
         image_starts=(*[0] * len(group.images), *(len(prompt) + start for _, start in head.shown_images)),
     )

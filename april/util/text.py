@@ -30,6 +30,15 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+def cut_in_middle(text: str, characters: int) -> str:
+    """A text of at most `characters`, at least 1: of a longer one its beginning and its end, with a mark between them.
+    What is not printable, but for ends of lines and tabs, becomes a space."""
+    if len(text) > characters:
+        begin, end = characters // 2, (characters - 1) // 2
+        text = f"{text[:begin]}…{text[len(text) - end :]}"
+    return "".join(each if each.isprintable() or each in "\n\t" else " " for each in text)
+
+
 # --- secrets ----------------------------------------------------------------------------------------------------------
 
 

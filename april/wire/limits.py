@@ -77,6 +77,10 @@ MAX_VALUES_PER_TOKEN = 2 * MAX_TEACHER_TOP_K
 """Most values of one token score for each token: an id and a log-probability for each of a teacher's top k."""
 MAX_TOKEN_SCORE_BYTES = 64 << 20
 """Most bytes of the token scores that one closing has; those above `MAX_REPORT_BYTES` come in several reports."""
+FEEDBACK = "feedback"
+"""Name under which a verifier gives a text on a response, beside the details of its reward."""
+MAX_FEEDBACK_CHARACTERS = 32_768
+"""Most characters of the feedback of one score, that on all responses of a group together."""
 MAX_ACTIVITY_SPANS = 20_000
 """Most spans of worker activity in one line of metrics.jsonl; further ones are not recorded."""
 MAX_TALLIES = 16_384

@@ -162,6 +162,11 @@ class SampleHead(msgspec.Struct, array_like=True, frozen=True):
     shown_images: list[tuple[Name, Number]] = []
     """(name, offset in the response of the first token that may be a placeholder of it) of each image in the response,
     in order; they follow those of the prompt."""
+    feedback: str = ""
+    """Text that the verifier gave beside the reward."""
+    hinted: bytes = b""
+    """Token ids, little-endian int32, of the prompt under which the policy teaches itself on this sample; b"": those of
+    the group."""
 
 
 class GroupHead(msgspec.Struct, array_like=True, frozen=True):
@@ -187,7 +192,8 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     images: list[str] = []
     """Names of the prompt's images, in order; `FetchImages` gets them."""
     hinted: bytes = b""
-    """Token ids, little-endian int32, of the prompt under which the policy teaches itself; b"" without."""
+    """Token ids, little-endian int32, of the prompt under which the policy teaches itself; b"" without, and where each
+    sample has its own."""
     source: Number = 0
     """Number of the prompt's source, its place in `data.sources`; 0 where there is one source, or the trainer submits
     prompts."""

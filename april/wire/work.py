@@ -123,8 +123,9 @@ class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
 
 
 class TokenScored(Scored, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A score with token scores, in a report without rows. The values of all closings are the report's array; a closing
-    with more than a report holds is repeated in several, each with the next part of them, and counts with the last."""
+    """A score with token scores or feedback, in a report without rows. The values of all closings are the report's
+    array; a closing with more than a report holds is repeated in several, each with the next part of them, and counts
+    with the last."""
 
     columns: list[dict[Name, Number]] = []
     """For each response: name of each token score -> how many values it has, in the order of the values. As many as the
@@ -132,6 +133,8 @@ class TokenScored(Scored, tag=True, array_like=True, frozen=True, forbid_unknown
     has taken turns in it."""
     start: Number = 0
     """Number of its values that came before, in the reports just before this one."""
+    feedback: list[str] = []
+    """For each response, the text that its verifier gave beside the reward, or ""; empty if no response has any."""
 
 
 class GiveBack(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from april import wire
 from april.data.support import Support
 from april.util import clock
-from april.wire.limits import MAX_REPORT_BYTES, MAX_REPORT_CLOSINGS, MAX_REPORT_ROWS
+from april.wire.limits import MAX_FEEDBACK_CHARACTERS, MAX_REPORT_BYTES, MAX_REPORT_CLOSINGS, MAX_REPORT_ROWS
 from april.wire.message import Version
 from april.wire.rows import CHUNK, ROW, ReportRow, chunk_row, observation_row, padded
 from april.wire.sockets.broker import BrokerConnection
@@ -177,7 +177,7 @@ class Reports:
         self._unsent, self._due_at = {}, math.inf
         parts = list(split(entry for pending in waiting for entry in pending.take_rows()))
         taken = [closing for pending in waiting if (closing := pending.take_closing())]
-        closings = [closing for closing, values in taken if not values]
+        closings = [closing for closing, _ in taken if not isinstance(closing, wire.TokenScored)]
         *full, last = parts or [[]]
         for part in full:
             self._report(part, [])
@@ -185,16 +185,18 @@ class Reports:
             self._report(last, closings[:MAX_REPORT_CLOSINGS])
         for first in range(MAX_REPORT_CLOSINGS, len(closings), MAX_REPORT_CLOSINGS):
             self._report([], closings[first : first + MAX_REPORT_CLOSINGS])
-        self._report_token_scores([(closing, values) for closing, values in taken if values])
+        self._report_token_scores([(each, values) for each, values in taken if isinstance(each, wire.TokenScored)])
 
-    def _report_token_scores(self, scored: list[tuple[wire.Closing, bytes]]) -> None:
+    def _report_token_scores(self, scored: list[tuple[wire.TokenScored, bytes]]) -> None:
         """Send closings with token scores in as many reports as they need; one that needs several has them alone."""
         while scored:
             ends = list(accumulate(len(values) for _, values in scored[:MAX_REPORT_CLOSINGS]))
-            count = max(1, bisect_right(ends, MAX_REPORT_BYTES))
+            text_ends = list(accumulate(sum(map(len, closing.feedback)) for closing, _ in scored[: len(ends)]))
+            fitting = bisect_right(ends, MAX_REPORT_BYTES), bisect_right(text_ends, MAX_FEEDBACK_CHARACTERS)
+            count = max(1, min(fitting))
             closings, values = [closing for closing, _ in scored[:count]], b"".join(each for _, each in scored[:count])
-            for first in range(0, len(values), MAX_REPORT_BYTES):
-                part = [replace(closing, start=first // 4) for closing in closings] if first else closings
+            for first in range(0, max(1, len(values)), MAX_REPORT_BYTES):
+                part: list[wire.Closing] = [replace(each, start=first // 4) if first else each for each in closings]
                 array = np.frombuffer(values[first : first + MAX_REPORT_BYTES], np.float32)
                 self.connection.send(wire.Report(part), [array])
             scored = scored[count:]

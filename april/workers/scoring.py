@@ -10,12 +10,14 @@ import numpy as np
 
 from april import wire
 from april.config import Config
+from april.config.teachers import shows_feedback
 from april.data.dataset import verifier_of
 from april.data.rows import may_name
 from april.data.tokenizer import Tokenizer
 from april.util.logs import Failures
 from april.util.pulse import MAIN
-from april.wire.limits import MAX_TOKEN_SCORE_BYTES
+from april.util.text import cut_in_middle
+from april.wire.limits import MAX_FEEDBACK_CHARACTERS, MAX_TOKEN_SCORE_BYTES
 from april.wire.sockets.broker import BrokerConnection
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Item, RewardPart, RewardRules, Score
@@ -154,10 +156,12 @@ def closing(score: Score | GroupScore, length: int = 0) -> wire.Closing:
         return wire.GiveBack(score.key, length, "scoring_failed", why)
     scores = score.scores if isinstance(score, GroupScore) else [score]
     rewards, details = [item.reward for item in scores if item.reward is not None], [item.details for item in scores]
-    if not size:
+    most = MAX_FEEDBACK_CHARACTERS // len(scores)
+    feedback = [cut_in_middle(item.feedback, most) for item in scores] if any(item.feedback for item in scores) else []
+    if not (size or feedback):
         return wire.Scored(score.key, rewards, details)
     columns = [{name: len(data) // 4 for name, data in item.token_scores.items()} for item in scores]
-    return wire.TokenScored(score.key, rewards, details, columns=columns)
+    return wire.TokenScored(score.key, rewards, details, columns=columns, feedback=feedback)
 
 
 def token_values(score: Score | GroupScore) -> bytes:
@@ -174,6 +178,7 @@ def reward_rules(config: Config) -> RewardRules:
         max_response_tokens=config.sampling.max_response_tokens,
         verifiers=tuple(sorted(verifiers)),
         has_sessions=config.agent.is_set,
+        feedback=section.feedback_characters if shows_feedback(config.algorithm) else 0,
         parts={name: RewardPart(**part.model_dump()) for name, part in section.part.items()},
         **named,
     )

@@ -5,6 +5,8 @@ from decimal import Decimal
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from april.config.data import MAPPINGS, DataSection, Mapping
@@ -201,6 +203,15 @@ def test_every_mapping_can_be_configured():
     assert all(DataSection(mapping=name, eval_mapping=name).mapping == name for name in MAPPINGS)
     with pytest.raises(ValidationError, match="'gsm8k'"):
         DataSection(mapping="unknown")
+
+
+@given(*[st.text(st.sampled_from("ab{} ")) | st.sampled_from(["{prompt}", "{label}", "{feedback}"])] * 4)
+def test_no_text_in_a_hint_is_taken_for_a_place_of_another(prompt, label, hint, feedback):
+    row = DatasetRow(prompt, label, hint=hint)
+    texts = {"prompt": prompt, "label": label, "hint": hint, "feedback": feedback}
+    places = ("feedback", "prompt", "hint", "label", "feedback")
+    template = "|".join(f"{{{name}}}" for name in places)
+    assert hinted_prompt(row, template, feedback) == "|".join(texts[name] for name in places)
 
 
 def test_a_hint_goes_around_the_last_message_of_the_user():

@@ -131,7 +131,7 @@ def test_the_page_says_what_each_column_is():
     page = (Path(__file__).parents[2] / "docs/start/report.md").read_text()
     table = page.partition("| column | meaning |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|([^|]+)\|", table, re.M)))) == sorted(
-        samples.schema(token_scores=True, sources=True).names
+        samples.schema(token_scores=True, sources=True, feedback=True).names
     )
 
 

@@ -114,7 +114,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
             assert length == len(lease.ids)
             assert (reward, finish_reason) == (reward_of(lease), "stop")
             assert (segments, details) == ([[0, length, [0, 0]]], {})
-            assert fork == 0 and kept == [[], 0, "", 0, 0, 0, []], "what was not asked for is empty"
+            assert fork == 0 and kept == [[], 0, "", 0, 0, 0, [], "", b""], "what was not asked for is empty"
             assert [(activity, outcome) for activity, *_, outcome in spans][-2:] == [
                 ("generate", "stop"),
                 ("score", "scored"),

@@ -19,7 +19,6 @@ from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.payloads import pack
 from april.broker.peers import SESSION_BITS, Peer, Peers
 from april.broker.telemetry.logged_groups import LoggedGroup
-from april.broker.telemetry.sample_history import SampleHistory
 from april.config.evaluation import HELD_OUT
 from april.data.groups import chosen_groups
 from april.data.rows import BadRow
@@ -199,6 +198,7 @@ class LearnerHandler:
             heads.append(head)
             arrays += group_arrays
             size += sum(len(array.data) for array in group_arrays) + len(head.label)
+            size += len(head.hinted) + sum(len(sample.hinted) + len(sample.feedback) for sample in head.samples)
             sent += 1
         self.sent_groups = sent
         batch = wire.Batch(step, first, len(groups), heads, names)
@@ -324,7 +324,7 @@ def trained_samples(group: Group) -> list[Sample]:
 
 
 def group_head(group: Group, context: BrokerContext) -> wire.GroupHead:
-    samples = [sample_head(sample, context.history) for sample in trained_samples(group)]
+    samples = [sample_head(sample, context) for sample in trained_samples(group)]
     history = context.history.of_group(group)
     number, extra = context.prompts.submission(group.row)
     return wire.GroupHead(
@@ -334,11 +334,16 @@ def group_head(group: Group, context: BrokerContext) -> wire.GroupHead:
     )  # fmt: skip
 
 
-def sample_head(sample: Sample, history: SampleHistory) -> wire.SampleHead:
-    reward = sample.session_sample.reward
+def sample_head(sample: Sample, context: BrokerContext) -> wire.SampleHead:
+    reward, group = sample.session_sample.reward, sample.group
     if reward is None:
-        raise ValueError(f"sample {sample.group.id}.{sample.index} has no reward, and is not done")
-    return history.sample_head(sample, reward)
+        raise ValueError(f"sample {group.id}.{sample.index} has no reward, and is not done")
+    head = context.history.sample_head(sample, reward)
+    if not (feedback := context.payloads.feedback(sample)):
+        return head
+    return replace(
+        head, feedback=feedback, hinted=context.prompts.hinted(group.epoch, group.row, feedback, sample.length)
+    )
 
 
 # --- the learner's machines -------------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ class LeaseHolderHandler:
             if len(values_so_far) < 4 * value_count(scored):
                 peer.token_scores = lease.id, values_so_far
                 return
-            score_tokens(self.ledger, lease.id, scored.columns, values_so_far)
+            score_tokens(self.ledger, lease.id, scored.columns, values_so_far, scored.feedback)
         if lease.agent and lease.sample.group.group_scored:
             return self._close_agent(peer, wire.Closed(lease.id, scored.superseded, scored.state), now)
         if lease.for_group:
@@ -349,6 +349,10 @@ def token_score_fault(scored: wire.Scored, samples: Sequence[Sample], values: by
         return ""
     if isinstance(samples[0], AgentSample) or len(scored.columns) != len(samples):
         return "token scores are for each response of the lease, and for no agent's session"
+    if len(scored.feedback) not in (0, len(samples)):
+        return "feedback is for each response of the lease"
+    if sum(map(len, scored.feedback)) > limits.MAX_FEEDBACK_CHARACTERS:
+        return f"the feedback of a score has at most {limits.MAX_FEEDBACK_CHARACTERS} characters"
     if 4 * value_count(scored) > limits.MAX_TOKEN_SCORE_BYTES:
         return f"token scores have at most {limits.MAX_TOKEN_SCORE_BYTES} bytes"
     for sample, columns in zip(samples, scored.columns, strict=True):

@@ -8,15 +8,18 @@ from april.broker.ledger.ledger import Ledger
 from april.wire.training import WeightFolder
 
 
-def score_tokens(ledger: Ledger, lease_id: int, columns: list[dict[str, int]], values: bytes) -> None:
-    """Record the token scores of the responses under a scoring lease, before their rewards. Scores of held-out samples,
-    and of leases that are not current, are ignored.
+def score_tokens(
+    ledger: Ledger, lease_id: int, columns: list[dict[str, int]], values: bytes, feedback: list[str]
+) -> None:
+    """Record the token scores of the responses under a scoring lease, and the feedback on them, before their rewards.
+    Those of held-out samples, and of leases that are not current, are ignored.
 
     `columns`: for each response, the number of values of each token score by its name; `values`: all of them, float32.
+    `feedback`: of each response; empty if there is none.
     """
     lease = ledger.leases.get(lease_id)
-    if lease and not lease.generating and not lease.sample.group.evaluation and any(columns):
-        ledger.commit(events.TokensScored(lease_id, columns), [(crc32(values), values)])
+    if lease and not lease.generating and not lease.sample.group.evaluation and (any(columns) or any(feedback)):
+        ledger.commit(events.TokensScored(lease_id, columns, feedback), [(crc32(values), values)])
 
 
 def note_weight_folder(ledger: Ledger, folder: WeightFolder) -> Verdict:

@@ -172,11 +172,14 @@ class SampleScored(Event):
 
 
 class TokensScored(Event):
-    """The responses of a lease have token scores; the score that ends the lease follows. Array: the values, float32."""
+    """The responses of a lease have token scores or feedback; the score that ends the lease follows. Array: the values,
+    float32."""
 
     lease_id: int
     columns: list[dict[str, int]]
     """For each response of the lease: name of each token score -> how many values it has, in order of the values."""
+    feedback: list[str] = []
+    """For each response, the text that its verifier gave beside the reward, or ""; empty if no response has any."""
 
 
 class GroupScored(Event):

@@ -271,8 +271,8 @@ class Group:
     group_scored: bool = False
     """Whether one lease scores all samples of the group together."""
     token_scores: dict[int, tuple[int, int, int, list[str]]] | None = None
-    """Token scores by index of the sample: position and length of the journal record with them, number of the response
-    in that record, and names of the scores. None if no sample has token scores."""
+    """Token scores and feedback by index of the sample: position and length of the journal record with them, number of
+    the response in that record, and names of the scores. None if no sample has any."""
     images: Sequence[str] = ()
     """Names of the prompt's images, in order."""
     number: int = -1

@@ -17,6 +17,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from april.wire.limits import FEEDBACK
+
 Function = Callable[..., Any]
 RowPrompt = str | list[dict[str, Any]]
 """A prompt as its row has it: a text or chat messages."""
@@ -88,7 +90,7 @@ def trl_verifier(function: Function, messages: bool = True) -> Function:
 def verl_verifier(function: Function) -> Function:
     parameters, any_name = parameters_of(function)
 
-    def verifier(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
+    def verifier(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, Any]]:
         columns_of_row = {"data_source": "", "extra_info": {}} | columns_in(label, ["ground_truth"], any_name=True)
         arguments = columns_of_row | {"solution_str": response}
         reward = resolved(
@@ -97,7 +99,7 @@ def verl_verifier(function: Function) -> Function:
         if not isinstance(reward, dict):
             return float(reward), {}
         numbers = {name: float(value) for name, value in reward.items() if isinstance(value, int | float)}
-        return numbers.pop("score"), numbers
+        return numbers.pop("score"), {FEEDBACK: reward.get(FEEDBACK)} | numbers
 
     return verifier
 

@@ -1,9 +1,12 @@
 """Messages between a reward pool and its verifier processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, TypeVar
 
 import msgspec
+
+from april.wire.limits import FEEDBACK
 
 OVER_LIMIT = "over_limit"
 """Name of the detail that marks a response which its verifier could not decide within its limits."""
@@ -44,6 +47,8 @@ class RewardRules(msgspec.Struct, frozen=True):
     name: str = ""
     """The run's verifier, whose responses have a reward of `parts`."""
     parts: dict[str, RewardPart] = {}
+    feedback: int = 0
+    """Longest feedback that is kept (characters); 0 where nothing shows it, and none is kept."""
     traced: bool = False
     """Whether error texts contain the whole traceback."""
 
@@ -95,6 +100,8 @@ class Score(msgspec.Struct, array_like=True, frozen=True, tag=True):
     token_scores: dict[str, bytes] = {}
     """Named columns that a verifier returns beside the reward, float32: a number for each token of the response, or for
     each turn."""
+    feedback: str = ""
+    """Text that a verifier gives beside the reward; "" for none."""
 
 
 class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -102,6 +109,15 @@ class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
     key: int
     scores: list[Score]
+
+
+def feedback_in(given: Mapping[str, Any]) -> str:
+    """The text that a verifier gives under the name `feedback`; "" without one. Raises TypeError for what is neither
+    text nor a number, which is a detail like others."""
+    said = given.get(FEEDBACK)
+    if not (said is None or isinstance(said, str | Real)):
+        raise TypeError(f"gave feedback {said!r:.80}, which is no text; give text, or leave it out")
+    return said if isinstance(said, str) else ""
 
 
 BatchVerifier = Callable[[list[Item], RewardRules], list[Score]]

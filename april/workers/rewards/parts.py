@@ -54,7 +54,8 @@ def with_part(score: Score, part: tuple[str, Score]) -> Score:
     if score.reward is None or given.reward is None:
         return given if given.reward is None else score
     details = {**given.details, **score.details, name: given.reward}
-    return replace(score, details=details, token_scores={**given.token_scores, **score.token_scores})
+    feedback = "\n".join(filter(None, (score.feedback, given.feedback)))
+    return replace(score, details=details, token_scores={**given.token_scores, **score.token_scores}, feedback=feedback)
 
 
 def combined(

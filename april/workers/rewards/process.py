@@ -30,6 +30,7 @@ from april.util.pool import (
     write_frame,
 )
 from april.util.resources import limit_memory
+from april.util.text import cut_in_middle
 from april.wire.limits import (
     MAX_REWARD,
     MAX_REWARD_DETAILS,
@@ -223,7 +224,7 @@ def undecided(item: Item, rules: RewardRules, why: str, timeouts: int = 0) -> Sc
     searched = item if timeouts < 2 else msgspec.structs.replace(item, response="")
     parts = dict.fromkeys(parts_of(item.verifier, rules).keys() - {OWN_REWARD, *PENALTIES}, 0.0)
     reward = wrong.pop("")
-    return validated(Score(item.key, reward, None, {OVER_LIMIT: 1.0} | parts | wrong), searched, rules)
+    return validated(Score(item.key, reward, None, {OVER_LIMIT: 1.0} | parts | wrong, feedback=why), searched, rules)
 
 
 def group_answer(group: GroupItem, scores: list[Score]) -> Score | GroupScore:
@@ -241,7 +242,8 @@ def validated(score: Score, item: Item, rules: RewardRules) -> Score:
         reward, details = shape(float(score.reward), {**counted, **score.details}, item, rules)
         shown = {str(key)[:40]: float(value) for key, value in details.items()}
         if not (error := score_objection(reward, shown)):
-            return Score(item.key, reward, None, shown, score.token_scores)
+            feedback = cut_in_middle(score.feedback, rules.feedback) if rules.feedback else ""
+            return Score(item.key, reward, None, shown, score.token_scores, feedback)
         error = f"with its parts and penalties {error}"
     return Score(item.key, None, f"verifier {item.verifier!r}: {error}"[:ERROR_CHARACTERS])
 

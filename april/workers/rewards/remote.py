@@ -3,6 +3,8 @@
 POST reward.url   [{"prompt": ..., "response": ..., "label": ..., "finish_reason": ..., "tokens": ...}, ...]
 answer            [0.7, {"score": 0.2, "toxicity": 0.1}, {"error": "too long"}, ...]     in the same order
 
+An object may have a text `feedback`.
+
 Secrets stand in environment variables of this process, whose names the configuration has. No error text has them.
 """
 
@@ -18,7 +20,7 @@ from numbers import Real
 
 import msgspec
 
-from april.workers.rewards.messages import Item, RewardRules, Score, takes_items
+from april.workers.rewards.messages import Item, RewardRules, Score, feedback_in, takes_items
 
 TRIES = 4
 FIRST_PAUSE_S = 0.2
@@ -110,7 +112,7 @@ def score_of(item: Item, answer) -> Score:
     numbers = {str(key): float(value) for key, value in fields.items() if is_number(value)}
     if "score" not in numbers:
         return Score(item.key, None, f"the reward model gave {str(answer)[:80]!r}, which has no finite score")
-    return Score(item.key, numbers.pop("score"), None, numbers)
+    return Score(item.key, numbers.pop("score"), None, numbers, feedback=feedback_in(fields))
 
 
 def is_number(value) -> bool:

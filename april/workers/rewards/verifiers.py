@@ -2,8 +2,9 @@
 
 A verifier is a function with any of the parameters `response`, `label`, `finish_reason`, `prompt`, `tokens`, `state`
 (the final state of its environment) and `turns`. It returns a number, or a number and a dictionary of numbers as
-details, and may add a dictionary of token scores: a number for each token of the response, or for each turn. A custom
-one is named `package.module:function`. It may raise; an exception never counts as a reward of zero.
+details, among which `feedback` may be a text, and may add a dictionary of token scores: a number for each token of the
+response, or for each turn. A custom one is named `package.module:function`. It may raise; an exception never counts as
+a reward of zero.
 
 A name with the prefix `group:` is a custom function of `responses`, `label`, `finish_reasons`, `prompt`, `tokens` (a
 list) and `states`. It gets all responses of a group, and returns one result for each. `group:remote` sends a reward
@@ -14,6 +15,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import msgspec
@@ -22,11 +24,13 @@ from msgspec.structs import replace
 
 from april.util.errors import ConfigError, refuse
 from april.util.text import GROUP_REWARD
+from april.wire.limits import FEEDBACK
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.interfaces import INTERFACES, adapted
-from april.workers.rewards.messages import BatchVerifier, Item, RewardRules, Score, takes_items
+from april.workers.rewards.messages import BatchVerifier, Item, RewardRules, Score, feedback_in, takes_items
 
-VerifierResult = float | tuple[float, dict[str, float]] | tuple[float, dict[str, float], dict[str, Sequence[float]]]
+Details = dict[str, float] | dict[str, float | str | None]
+VerifierResult = float | tuple[float, Details] | tuple[float, Details, dict[str, Sequence[float]]]
 Verifier = Callable[..., VerifierResult]
 
 PARAMETERS = ("response", "label", "finish_reason", "prompt", "tokens", "state", "turns")
@@ -184,12 +188,11 @@ def score_responses_together(
 
 
 def score_of_result(item: Item, result) -> Score:
-    if isinstance(result, tuple) and len(result) == 3:
-        reward, details, columns = result
-        scores = {str(name): np.asarray(values, "<f4").tobytes() for name, values in columns.items()}
-        return Score(item.key, reward, None, details, scores)
-    reward, details = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    return Score(item.key, reward, None, details)
+    has_more = isinstance(result, tuple) and len(result) in (2, 3)
+    reward, given, *columns = result if has_more else (result, {})
+    details = {name: value for name, value in given.items() if name != FEEDBACK or isinstance(value, Real)}
+    scores = {str(name): np.asarray(values, "<f4").tobytes() for each in columns for name, values in each.items()}
+    return Score(item.key, reward, None, details, scores, feedback_in(given))
 
 
 def right_response(name: str) -> Callable[[str], str] | None:
@@ -256,4 +259,4 @@ def score_of_state(item: Item) -> Score:
             "the environment's last state has no 'reward'; return one as Observation(text, {'reward': ...})"
         )
     details = {key: value for key, value in state.items() if key != "reward" and isinstance(value, int | float)}
-    return Score(item.key, state["reward"], None, details)
+    return Score(item.key, state["reward"], None, details, feedback=feedback_in(state))
