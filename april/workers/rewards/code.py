@@ -226,6 +226,9 @@ def lines_of(value: Any) -> str:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 BLOCK = re.compile(r"```(python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+LINE_OF_LABEL = re.compile(r'File "label", line (\d+)')
+"""Regular expression for a line of the tests in the judge's traceback."""
+NO_PROGRAM = "There is no block of Python in the response."
 HERE = Path(__file__).parent
 IMPORT = re.compile(r"^from april\.workers\.rewards\.plain_values import .*\n", re.MULTILINE)
 
@@ -268,14 +271,14 @@ def code(items: list[Item], rules: RewardRules) -> list[Score]:
     tests = read_label(item.label)
     program = last_block(after_thinking(item.response))
     if program is None:
-        return [Score(item.key, 0.0, None, {"program": 0.0, "passed": 0.0})]
-    passed = 0
+        return [Score(item.key, 0.0, None, {"program": 0.0, "passed": 0.0}, feedback=NO_PROGRAM)]
+    passed, failed = 0, ""
     for test in tests:
-        if not passes(program, test, rules):
+        if failed := failure(program, test, rules):
             break
         passed += 1
     details = {"program": 1.0, "passed": passed / len(tests)}
-    return [Score(item.key, float(passed == len(tests)), None, details)]
+    return [Score(item.key, float(passed == len(tests)), None, details, feedback=failed)]
 
 
 def last_block(text: str) -> str | None:
@@ -285,20 +288,27 @@ def last_block(text: str) -> str | None:
     return named[-1] if named else blocks[-1][1] if blocks else None
 
 
-def passes(program: str, test: Test, rules: RewardRules) -> bool:
+def failure(program: str, test: Test, rules: RewardRules) -> str:
+    """How a program fails a test, as feedback; "" if it passes."""
     mark = secrets.token_hex(8)
     if isinstance(test, LabelPlan):
-        return assertions_hold(program, test, mark, rules)
+        return assertion_failure(program, test, mark, rules)
     if isinstance(test, StreamTest):
         result = run_limited(program, test.given, rules)
-        return result.status == 0 and is_wanted_text(result.output.decode(errors="replace"), test.wanted)
-    result = run_limited(program, test.given, rules, CALL.format(name=test.name, owner=test.owner, mark=mark))
-    _, found, value = result.output.rpartition(mark.encode())
-    return result.status == 0 and bool(found) and is_wanted_result(value, test)
+        output, asked = result.output.decode(errors="replace"), f"Input:\n{test.given}"
+        passes = result.status == 0 and is_wanted_text(output, test.wanted)
+    else:
+        result = run_limited(program, test.given, rules, CALL.format(name=test.name, owner=test.owner, mark=mark))
+        _, found, value = result.output.rpartition(mark.encode())
+        output, asked = value.decode(errors="replace") if found else "", f"{test.name}, called with {test.given}"
+        passes = result.status == 0 and bool(found) and is_wanted_result(value, test)
+    errors = result.errors.decode(errors="replace")
+    return "" if passes else f"{asked}\nExpected:\n{test.wanted}\nFound:\n{output}\n{errors}".strip()
 
 
-def assertions_hold(program: str, plan: LabelPlan, mark: str, rules: RewardRules) -> bool:
-    """Whether the assertions hold; `mark`: random text that the judge prints if they do, unknown to the program."""
+def assertion_failure(program: str, plan: LabelPlan, mark: str, rules: RewardRules) -> str:
+    """How the assertions fail, "" if they hold; `mark`: random text that the judge prints then, unknown to the
+    program."""
     questions, asking = os.pipe()
     answers, answering = os.pipe()
     serve = PROGRAM_SIDE + SERVE.format(questions, answering)
@@ -312,10 +322,13 @@ def assertions_hold(program: str, plan: LabelPlan, mark: str, rules: RewardRules
         verdict = run(plan.source, b"", limits_of(rules), (asking, answers), judge)
         ended = program_end.result()
     if verdict.status == 0 and verdict.output.rstrip().endswith(mark.encode()):
-        return True
+        return ""
     if exceeded := ended.exceeded or verdict.exceeded:
         raise Undecided(f"the program exceeded its limit of {exceeded}")
-    return False
+    raised = verdict.errors.decode(errors="replace")
+    lines = [plan.source.splitlines()[int(number) - 1] for number in LINE_OF_LABEL.findall(raised)[-1:]]
+    told = (ended.errors.decode(errors="replace"), *lines, raised.strip().rpartition("\n")[2])
+    return "\n".join(filter(None, map(str.strip, told))) or "A test fails."
 
 
 def with_prompt(program: str, plan: LabelPlan) -> str:
