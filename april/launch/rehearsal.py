@@ -25,6 +25,7 @@ from april.agents.programs import CommandRunner, ProgramRunner, Runner
 from april.agents.rendering import Renderer
 from april.broker.filters import CompleteGroup, FilterFailed, GroupFilters, ask
 from april.config import Config, ConfigError
+from april.config.teachers import shows_feedback
 from april.data.rows import row_prompt
 from april.data.tokenizer import Tokenizer
 from april.launch.findings import Findings
@@ -145,6 +146,8 @@ MAX_QUEUED_ROWS = 64
 """Most rows queued for a verifier; further ones are prepared later."""
 FILTER_TIMEOUT_S = 10.0
 """Longest call of a filter: it blocks the broker's loop."""
+WRONG_RESPONSE = "I do not know."
+"""Response that is given to verifiers to see whether they give feedback."""
 REWARD_MEND = "return a number, or a number and a dictionary of numbers"
 STARTING_S, DRY_S = 0.3, 20.0
 """Time for grading beyond the first row of each verifier, at the start of a run and in a dry run."""
@@ -194,6 +197,14 @@ class Rehearsal:
         }
         sentences = [self._judge(name, of_verifier) for name, of_verifier in graded.items()]
         self.found.facts["rewards"] = "\n".join(filter(None, sentences))
+        for name, indices in by_verifier.items():
+            of_verifier = [scores[key] for key in (*indices, ~indices[0]) if key in scores]
+            if ~indices[0] in scores and not any(score.feedback for score in of_verifier):
+                self.found.warnings.append(
+                    f"key 'algorithm.hint' shows {{feedback}}, and verifier {name!r} says nothing of "
+                    f"{counted(len(of_verifier), 'response')}, a wrong one among them; samples without feedback learn "
+                    "nothing from the divergence: return a text as the detail 'feedback', or leave {feedback} out"
+                )
         self._run_agent(rows[0], tokenizer, patience_s)
         self._ask_filters(next(iter(scores.values()), None))
 
@@ -215,16 +226,19 @@ class Rehearsal:
         state: bytes,
         patience_s: float,
     ) -> dict[int, Score]:
-        """Scores by row index: of each verifier's first row, and of as many others as there is time for."""
+        """Scores by row index: of each verifier's first row, and of as many others as there is time for. Where feedback
+        is shown, also that of a wrong response to a first row, by the complement of its index."""
         first = {indices[0] for indices in by_verifier.values()}
         others = [index for indices in by_verifier.values() for index in indices[1:]]
         names = {index: name for name, indices in by_verifier.items() for index in indices}
-        waiting, scores = deque((*sorted(first), *sorted(others))), dict[int, Score]()
+        wrong = [~index for index in sorted(first)] if shows_feedback(self.config.algorithm) else []
+        waiting, scores = deque((*sorted(first), *wrong, *sorted(others))), dict[int, Score]()
 
         def submit_more() -> None:
             while waiting and len(self.verifiers.queue) < MAX_QUEUED_ROWS:
-                index = waiting.popleft()
-                self._submit(index, names[index], rows[index], tokenizer, state)
+                key = waiting.popleft()
+                index = key if key >= 0 else ~key
+                self._submit(key, names[index], rows[index], tokenizer, state)
 
         submit_more()
         for answer in self._answers(self.verifiers, patience_s, lambda: first <= scores.keys(), submit_more):
@@ -247,7 +261,7 @@ class Rehearsal:
     def _submit(self, index: int, name: str, row: InspectedRow, tokenizer: Tokenizer, state: bytes) -> None:
         label = row.dataset_row.label
         example = right_response(name)
-        response = example(label) if example else label
+        response = WRONG_RESPONSE if index < 0 else example(label) if example else label
         prompt = tokenizer.decode(row.tokens) if len(row.tokens) else prompt_text(row.dataset_row)
         tokens = tokenizer.encode_prompt(response)
         expressed = tokenizer.decode(tokens, keep_special=True) == response

@@ -335,6 +335,28 @@ def test_a_dry_run_prints_rewards_of_user_defined_functions_and_rows_whose_own_a
     assert "final_answer: 6 of 6 reference answers are right" in said
 
 
+TOLD = """
+def told(response, label, finish_reason):
+    return (1.0, {}) if response == label else (0.0, {"feedback": "no"})
+"""
+
+
+def test_a_dry_run_says_that_a_hint_shows_feedback_which_a_verifier_never_gives(
+    config_file, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "told_in_a_dry_run.py").write_text(TOLD)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("final_answer", "told_in_a_dry_run:told")
+    rows = [{"prompt": "1+1=", "label": "1", "reward": name} for name in names]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ["--data.path", str(tmp_path / "rows.jsonl"), "--reward.allowed", json.dumps(names)]
+    keys += ["--data.eval_path", keys[1], "--algorithm.divergence", "forward_kl"]
+    cli.main(["run", str(config_file), *keys, "--algorithm.hint", "{prompt}{feedback}", "--dry-run"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "key 'algorithm.hint' shows {feedback}, and verifier 'final_answer' says nothing of 3 responses" in said
+    assert "told' says nothing" not in said, "it says something of a wrong response"
+
+
 def test_a_dry_run_grades_a_response_with_the_special_tokens_that_a_run_keeps(
     config_file, policy_folder, tmp_path, monkeypatch, capsys
 ):
