@@ -6,6 +6,7 @@ import pytest
 
 from april.config import Config, ConfigError, load
 from april.config.advantages import check_advantage
+from april.config.checks import check_algorithms
 from april.config.teachers import check_teachers, teacher_of
 from april.learner.backends.entry import BackendEntry
 from april.learner.backends.fsdp.entry import FSDPEntry
@@ -79,6 +80,14 @@ def test_groups_are_not_discarded_by_rewards_that_teach_nothing(section):
         config = made(algorithm={"advantage": advantage}, schedule=section)
         with pytest.raises(ConfigError, match="discards groups by rewards") if refused else nullcontext():
             check_advantage(config)
+
+
+def test_a_teacher_alone_takes_groups_of_one_sample():
+    for advantage, refused in (("no_reward", False), ("grpo", True)):
+        sections = {"algorithm": {"advantage": advantage, "distillation": "reverse_kl"}}
+        config = made(**sections, schedule={"n_samples_per_prompt": 1})
+        with pytest.raises(ConfigError, match="nothing to compare") if refused else nullcontext():
+            check_algorithms(config)
 
 
 def test_a_teacher_in_the_learner_is_no_teacher_of_images_that_agents_send(monkeypatch, policy_folder):

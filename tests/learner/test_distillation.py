@@ -58,13 +58,16 @@ def scored_batch(rng):
     return TrainingBatch(1, [[*scored, samples[2]]])
 
 
-@pytest.mark.parametrize("advantage", ["dr_grpo", "no_reward"])
-def test_the_loss_adds_it_to_the_reward_s_advantage_and_its_gradient_is_that_of_finite_differences(advantage):
+@pytest.mark.parametrize(("advantage", "of_one"), [("dr_grpo", False), ("no_reward", False), ("no_reward", True)])
+def test_the_loss_adds_it_to_the_reward_s_advantage_and_its_gradient_is_that_of_finite_differences(advantage, of_one):
+    """`of_one`: each sample is a group of its own."""
     config = section(advantage=advantage, distillation_coef=0.5, distillation_discount=0.5, normalisation="token_mean")
     objective, rng = Objective(config, SingleRank()), np.random.default_rng(1)
     batch = scored_batch(rng)
+    batch = TrainingBatch(1, [[sample] for sample in batch.samples]) if of_one else batch
     prepared = objective.prepare(batch)
     assert len(prepared.samples) == 3, "also those whose reward teaches nothing"
+    assert prepared.metrics["gradient_groups"] == len(batch.groups)
     tokens = objective.tokens(prepared, [0, 1, 2], torch.device("cpu"))
     double = {
         "behaviour_logprobs": tokens.behaviour_logprobs,

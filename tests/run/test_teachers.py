@@ -21,6 +21,7 @@ def test_a_teacher_scores_every_trained_token_though_its_scorer_is_killed(
     with config_file.open("a") as file:
         file.write(f'\n[teacher.big]\npath = "{policy_folder}"\n')
     distil = ["--algorithm.advantage", "no_reward", "--algorithm.distillation", "reverse_kl"]
+    distil += ["--schedule.n_samples_per_prompt", "1"]
     job = start_run("--reward.where", "scorer", "--learner.ranks", "2", *distil, *gate.hold(1))
     wait_until(lambda: (run_dir / "metrics.jsonl").exists() and steps_recorded(run_dir), job)
     job.kill("--name scorer-0")
@@ -31,6 +32,7 @@ def test_a_teacher_scores_every_trained_token_though_its_scorer_is_killed(
     assert any(isinstance(event, TokensScored) for event in events(run_dir))
     for record in read_records(run_dir / "metrics.jsonl"):
         assert abs(record["learner"]["teacher_kl"]) < 1.0, "the teacher is the policy at the start"
+        assert record["learner"]["gradient_groups"] == 4 and record["gradient"]["tokens"] == 1, "each group of one"
     rows = parquet.read_table(run_dir / "samples/step_000001.parquet").to_pylist()
     trained = [row for row in rows if row["trained"]]
     assert trained and all(row["token_scores"][0]["name"] == "big" for row in trained)

@@ -37,3 +37,4 @@ def no_reward(rewards: Groups, lengths: Groups) -> Groups:
 
 
 no_reward.ignores_rewards = True  # type: ignore[attr-defined]
+no_reward.takes_single_samples = True  # type: ignore[attr-defined]
