@@ -29,8 +29,8 @@ class ConversationRows:
         self.rows, self.seed = load_conversations(sources, config.data, config.sft), config.seed
         self.max_tokens = min(config.sft.max_tokens, config.context_tokens or config.sft.max_tokens)
         self.encoder = ConversationEncoder(tokenizer or Tokenizer(config.model.path), config.data, config.sft)
-        self.too_long, self.unusable = set[int](), set[int]()
-        """Numbers of the rows that were left out so far, as too long or for another reason."""
+        self.left_out: dict[str, set[int]] = {"too_long": set(), "bad_rows": set()}
+        """Numbers of the rows that were left out so far, by reason."""
         self._usable = lru_cache(ROWS_CACHED)(self._encode)
 
     @property
@@ -40,20 +40,29 @@ class ConversationRows:
     def at(self, positions: Iterable[int]) -> list[tuple[int, Conversation]]:
         """(number, tokens) of the rows at positions of the order of all epochs; a row that cannot be trained is left
         out and counted."""
+        return [(number, row) for number in self.numbers(positions) if (row := self._usable(number)) is not None]
+
+    def reasons(self, positions: Iterable[int]) -> list[str]:
+        """Why `at` has left out rows at these positions, of each its reason."""
+        numbers = self.numbers(positions)
+        return [reason for reason, rows in self.left_out.items() for number in numbers if number in rows]
+
+    def numbers(self, positions: Iterable[int]) -> list[int]:
+        """Numbers of the rows at positions of the order of all epochs."""
         orders = [divmod(position, self.per_epoch) for position in positions]
-        numbers = [int(self.rows.order(self.seed, epoch)[position]) for epoch, position in orders]
-        return [(number, row) for number in numbers if (row := self._usable(number)) is not None]
+        return [int(self.rows.order(self.seed, epoch)[position]) for epoch, position in orders]
 
     def _encode(self, number: int) -> Conversation | None:
         try:
             row = self.encoder.encode(self.rows[number])
         except BadRow as error:
             log.warning("row %d is left out: %s", number + 1, error)
-            self.unusable.add(number)
+            self.left_out["bad_rows"].add(number)
             return None
         if len(row.tokens) <= self.max_tokens:
             return row
-        self.too_long.add(number)
-        if len(self.too_long).bit_count() == 1:
+        too_long = self.left_out["too_long"]
+        too_long.add(number)
+        if len(too_long).bit_count() == 1:
             log.warning("row %d is left out: %d tokens are more than %d", number + 1, len(row.tokens), self.max_tokens)
         return None

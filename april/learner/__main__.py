@@ -80,10 +80,11 @@ def train(config: configuration.Config, address: str) -> None:
         address = address_at(address, config.broker.patience_s)
         if not TRANSPORTS.find(config.weights.transport).pulls:
             publisher = WeightPublisher(weights_towards(config, address), config.run.name, device.type, keys, address)
-        conversations = BatchConversations(config).samples if config.data.sft_sources else None
+        conversations = BatchConversations(config) if config.data.sft_sources else None
         source = BrokerSource(
             address, publisher.address if publisher else "", config.broker.patience_s, load_keys(keys, "learner"),
-            keeps_samples=partial(keeps_samples, config.samples), conversations=conversations,
+            keeps_samples=partial(keeps_samples, config.samples),
+            with_conversations=conversations.beside if conversations else None,
         )  # fmt: skip
     time_slice = TimeSlice(config, device, rank)
     time_slice.acquire()

@@ -141,6 +141,8 @@ class TrainingBatch:
     """Groups discarded or held out since the previous batch, stored for inspection; on rank 0 only."""
     conversations: list[TrainSample] = field(default_factory=list)
     """Rows of sources of kind sft, trained beside the groups."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Number of further such rows that cannot be trained, by reason."""
 
     @property
     def samples(self) -> list[TrainSample]:
@@ -200,6 +202,7 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     """Of each row, the number of its source; empty if all are 0."""
     conversations: bytes = b""
     """The rows of conversations, encoded as a batch of one group; empty if there are none."""
+    left_out: dict[str, int] = {}
 
 
 def encode(batch: TrainingBatch) -> bytes:
@@ -239,6 +242,7 @@ def encode(batch: TrainingBatch) -> bytes:
             hinted=hinted if any(hinted) else [],
             sources=[sample.source for sample in samples] if any(sample.source for sample in samples) else [],
             conversations=encode(TrainingBatch(batch.step, [batch.conversations])) if batch.conversations else b"",
+            left_out=batch.left_out,
         )
     )
 
@@ -306,7 +310,7 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
         groups.append(samples[first : first + size])
         first += size
     conversations = decode(flat.conversations).samples if flat.conversations else []
-    return TrainingBatch(flat.step, groups, flat.origins, conversations=conversations)
+    return TrainingBatch(flat.step, groups, flat.origins, conversations=conversations, left_out=flat.left_out)
 
 
 def share_batch(batch: TrainingBatch | None, group: dist.ProcessGroup | None = None) -> TrainingBatch | None:

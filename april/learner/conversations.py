@@ -1,7 +1,7 @@
 """Conversations of sources of kind sft, trained beside the samples of a batch (`data.sources.kind`).
 
 found = BatchConversations(config)             # on rank 0; raises ConfigError
-batch = replace(batch, conversations=found.samples(step))
+batch = found.beside(batch)
 conversations = ConversationLoss(config, ranks, device)
 micros = conversations.micros(batch.conversations, minibatches, costs)
 loss = conversations.loss(micros[0][0], logprobs, totals)
@@ -14,6 +14,7 @@ so that a batch that is trained again has the same ones. In each optimizer step 
 at temperature 1, whatever the temperature of the samples.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,7 +28,7 @@ from april.config import Config
 from april.data.conversation_rows import ConversationRows
 from april.data.conversations import Conversation
 from april.learner import checkpoint
-from april.learner.batch import TrainSample
+from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.diagnostics import StepTotals
 from april.learner.losses.ranks import Ranks
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
@@ -49,13 +50,14 @@ class BatchConversations:
         self.sizes = {number: source.sft_rows for number, source in sources.items()}
         self.check_order(config)
 
-    def samples(self, step: int) -> list[TrainSample]:
-        """The rows of batch `step` that can be trained, source by source."""
-        return [
-            as_sample(row, index, step, number)
-            for number, rows in self.rows.items()
-            for index, row in rows.at(range(step * self.sizes[number], (step + 1) * self.sizes[number]))
-        ]
+    def beside(self, batch: TrainingBatch) -> TrainingBatch:
+        """The batch with its conversations, source by source, and the number of those that cannot be trained."""
+        samples, left_out = list[TrainSample](), Counter[str]()
+        for number, rows in self.rows.items():
+            positions = range(batch.step * self.sizes[number], (batch.step + 1) * self.sizes[number])
+            samples += [as_sample(row, index, batch.step, number) for index, row in rows.at(positions)]
+            left_out.update(rows.reasons(positions))
+        return replace(batch, conversations=samples, left_out=dict(left_out))
 
     def check_order(self, config: Config) -> None:
         path, order = config.run_dir / ORDER_FILE, {}

@@ -57,12 +57,12 @@ class BrokerSource:
         patience_s: float,
         keys: Keys | None = None,
         keeps_samples: Callable[[int], bool] | None = None,
-        conversations: Callable[[int], list[TrainSample]] | None = None,
+        with_conversations: Callable[[TrainingBatch], TrainingBatch] | None = None,
     ):
         """`keeps_samples` (step -> bool): whether samples of that step are stored for reading; None: no samples are.
-        `conversations` (step -> rows): what is trained beside the samples of a step; None: nothing."""
+        `with_conversations` adds to a batch what is trained beside its samples; None: nothing is."""
         self.weights_address, self.keeps_samples = weights_address, keeps_samples
-        self.conversations = conversations
+        self.with_conversations = with_conversations
         self.leftover: list[ReceivedGroup] = []
         self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex, patience_s, keys)
         self.connection.hello(lease_ids=[])
@@ -94,13 +94,13 @@ class BrokerSource:
             for part in ordered
             for group in decode_groups(part.message.groups, part.arrays, part.message.token_scores, images)
         ]
-        return TrainingBatch(
+        batch = TrainingBatch(
             step,
             [group for head, group in received if head.is_trained],
             [(head.prompt_number, head.extra) for head, _ in received if head.prompt_number >= 0],
             [(head, group) for head, group in received if not head.is_trained],
-            self.conversations(step) if self.conversations else [],
         )
+        return self.with_conversations(batch) if self.with_conversations else batch
 
     def _images(self, names: list[str]) -> dict[str, bytes]:
         """Fetch images by name. Raises BrokerRefused if the broker cannot read one."""

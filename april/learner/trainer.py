@@ -206,8 +206,9 @@ class Trainer:
             metrics |= gaps.reduced(self.ranks)
             if token_stats:
                 token_stats.reduce(self.ranks)
-        if batch.conversations and not self.trains_critic_alone:
-            metrics["sft_rows"] = float(len(batch.conversations))
+        if not self.trains_critic_alone:
+            rows = {"rows": len(batch.conversations), **batch.left_out}
+            metrics |= {f"sft_{name}": float(count) for name, count in rows.items() if count}
         self.step_count += 1
         metrics |= critic_metrics | {
             name: fmean(result.critic_metrics[name] for result in results) for name in results[0].critic_metrics

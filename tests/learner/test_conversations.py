@@ -63,12 +63,13 @@ def test_the_gradient_is_that_of_the_samples_and_of_transformers_weighted_cross_
     config = mixed(make_config(policy_folder, tmp_path / "run", grad_clip=1e9, microbatch_tokens=64))
     batch, rows = uneven_batch(0, policy_folder), conversations()
     alone, before = gradients(config, batch)
-    both, metrics = gradients(config, replace(batch, conversations=rows))
+    both, metrics = gradients(config, replace(batch, conversations=rows, left_out={"too_long": 2}))
     expected, term = reference(policy_folder, rows)
     for name, gradient in both.items():
         assert (gradient - alone[name] - expected[name]).abs().max() < 1e-5, name
     assert metrics["loss"] == pytest.approx(before["loss"] + term, rel=1e-5)
-    assert metrics["sft_rows"] == 7 and metrics["sft_tokens"] == sum(row.sampled_tokens for row in rows)
+    assert metrics["sft_rows"] == 7 and metrics["sft_too_long"] == 2
+    assert metrics["sft_tokens"] == sum(row.sampled_tokens for row in rows)
     parts = sum(weight * metrics[f"sft_loss_source_{source}"] for source, weight in WEIGHTS.items())
     assert parts == pytest.approx(term, rel=1e-5)
     for name in ("tokens", "trained_tokens", "samples", "reward", "k1", "entropy", "ess"):

@@ -4,7 +4,10 @@ import orjson
 import pytest
 
 from april.config import ConfigError, load
-from april.observe.report.run_folder import read_records
+from april.learner.batch import TrainingBatch, decode, encode
+from april.learner.conversations import BatchConversations
+from april.observe.report.facts import conversations
+from april.observe.report.run_folder import read_records, read_run
 from tests.support.run_processes import assert_closed, steps_recorded, wait_until
 
 ROWS = 5
@@ -34,11 +37,28 @@ def sources(data_folder, tmp_path):
     return made
 
 
+def add_rows(path, *rows):
+    path.write_bytes(path.read_bytes() + b"".join(orjson.dumps(row) + b"\n" for row in rows))
+
+
+def test_conversations_that_cannot_be_trained_are_counted_with_their_batch(config_file, sources):
+    """A row that is too long, and one with a call of a tool, which the policy's template does not print."""
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    said = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "#2", "tool_calls": [call]}]
+    add_rows(sources.path, {"prompt": "1+1=", "completion": "#" + "," * 50}, {"messages": said})
+    found = BatchConversations(load(config_file, [*sources(sft_rows=ROWS + 2), "--sft.max_tokens", "24"]))
+    for step in (0, 1, 0):
+        batch = decode(encode(found.beside(TrainingBatch(step, []))))
+        assert len(batch.conversations) == ROWS and batch.left_out == {"too_long": 1, "bad_rows": 1}
+
+
 @pytest.mark.full
 def test_a_killed_learner_trains_the_same_conversations_again_and_each_batch_counts_once(
     start_run, run_dir, sources, gate
 ):
-    job = start_run(*sources(), "--schedule.max_steps", "5", "--learner.checkpoint_every", "3", *gate.hold(2))
+    add_rows(sources.path, {"prompt": "1+1=", "completion": "#" + "," * 50})
+    keys = [*sources(), "--sft.max_tokens", "24"]
+    job = start_run(*keys, "--schedule.max_steps", "5", "--learner.checkpoint_every", "3", *gate.hold(2))
     wait_until(lambda: steps_recorded(run_dir) >= 2, job)
     job.kill("april.learner.launch")
     gate.open()
@@ -46,12 +66,16 @@ def test_a_killed_learner_trains_the_same_conversations_again_and_each_batch_cou
     found = assert_closed(run_dir)
     records = list(read_records(run_dir / "metrics.jsonl"))
     learner = [record["learner"] for record in records if "learner" in record]
-    assert [each["sft_rows"] for each in learner] == [3] * 5
-    assert found["conversations"] == {"rows": 15, "tokens": sum(each["sft_tokens"] for each in learner)}
+    too_long = [each.get("sft_too_long", 0) for each in learner]
+    assert [each["sft_rows"] + long for each, long in zip(learner, too_long, strict=True)] == [3] * 5
+    tokens = sum(each["sft_tokens"] for each in learner)
+    rows = {"rows": 15 - sum(too_long), "too_long": sum(too_long), "bad_rows": 0}
+    assert found["conversations"] == rows | {"tokens": tokens} and sum(too_long) > 1
+    assert f", {sum(too_long):.0f} left out as too long" in conversations(read_run(run_dir))
     assert found["replays"]["different"] == 0 and found["replays"]["same"] > 0
     assert learner[-1]["sft_loss"] < learner[0]["sft_loss"]
     sources.path.write_bytes(sources.path.read_bytes().replace(b"#1", b"#0"))
-    job = start_run(*sources(), "--resume", "--schedule.max_steps", "6")
+    job = start_run(*keys, "--resume", "--schedule.max_steps", "6")
     assert job.wait() != 0 and "data.sources.1.path" in job.output and "restore it" in job.output
 
 

@@ -30,6 +30,9 @@ FIRST_LINES = 10
 """Number of first step records that alarms see again at a start of the broker, besides the records that are not summed
 yet."""
 
+SFT_COUNTS = ("rows", "tokens", "too_long", "bad_rows")
+"""What is counted of conversations; the learner reports it as sft_NAME."""
+
 LineCheck = tuple[int, int]
 """(length of a line in bytes, crc32 of the line)."""
 
@@ -52,6 +55,9 @@ class StepSums(msgspec.Struct):
     finite."""
     sft_tokens: int = 0
     """Trained tokens of these conversations."""
+    sft_too_long: int = 0
+    sft_bad_rows: int = 0
+    """Conversations of the same steps that were left out, as too long or as bad."""
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the record of a step."""
@@ -63,10 +69,17 @@ class StepSums(msgspec.Struct):
             self.gradient_tokens += round(share * record["tokens"])
             self.empty_steps += share == 0
         if not record["learner"].get("nonfinite"):
-            self.sft_rows += round(record["learner"].get("sft_rows") or 0)
-            self.sft_tokens += round(record["learner"].get("sft_tokens") or 0)
+            for name in SFT_COUNTS:
+                key = f"sft_{name}"
+                setattr(self, key, getattr(self, key) + round(record["learner"].get(key) or 0))
         for age, tokens in record["staleness"]["tokens_by_age"].items():
             self.tokens_by_age[int(age)] = self.tokens_by_age.get(int(age), 0) + tokens
+
+    @property
+    def conversations(self) -> dict[str, int] | None:
+        """The account of conversations in summary.json; None without any."""
+        counts = {name: getattr(self, f"sft_{name}") for name in SFT_COUNTS}
+        return counts if any(counts.values()) else None
 
 
 class MetricsSummary(StepSums):

@@ -361,9 +361,7 @@ class Recorder:
             "gradient": {"tokens": self.sums.gradient_tokens, "empty_steps": self.sums.empty_steps}
             if "tokens" in self.newest.get("gradient", {})
             else None,
-            "conversations": {"rows": self.sums.sft_rows, "tokens": self.sums.sft_tokens}
-            if self.sums.sft_rows
-            else None,
+            "conversations": self.sums.conversations,
             "ledger_closed": ledger.account.closed,
             "rollout_tokens_per_s": per_second(
                 self.sums.rollout_tokens + self._step.tokens, self.sums.generating_s + self._step.generating_s

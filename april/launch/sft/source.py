@@ -96,10 +96,9 @@ class ConversationBook:
     def counts(self) -> dict[str, int]:
         """Number of training rows, and of rows left out so far as bad, or as too long; and of held-out rows that were
         left out as too long."""
-        bad_rows = self.rows.bad_rows + len(self.training.unusable)
-        held_out = sum(self.held_out_too_long.values())
-        too_long = {"too_long": len(self.training.too_long), "held_out_too_long": held_out}
-        return {"rows": len(self.rows), "bad_rows": bad_rows, **too_long}
+        left_out = {reason: len(rows) for reason, rows in self.training.left_out.items()}
+        left_out["bad_rows"] += self.rows.bad_rows
+        return {"rows": len(self.rows), **left_out, "held_out_too_long": sum(self.held_out_too_long.values())}
 
 
 class ConversationSource:

@@ -212,13 +212,16 @@ def gradient(run: RunFolder) -> str:
 
 
 def conversations(run: RunFolder) -> str:
-    """Text: conversations trained beside samples, their tokens, and their loss in the first step and the last three;
-    empty without any."""
-    rows, tokens = (dig(run.summary, "conversations", name) for name in ("rows", "tokens"))
-    losses = [loss for step in run.steps if (loss := dig(step, "learner", "sft_loss")) is not None]
-    if not rows or not losses:
+    """Text: conversations trained beside samples, their tokens, their loss in the first step and the last three, and
+    how many were left out; empty without any."""
+    found = dig(run.summary, "conversations")
+    if not found:
         return ""
-    return f"{count(rows)}, {count(tokens)} tokens, loss {first_to_last(losses[0], fmean(losses[-3:]))}"
+    losses = [loss for step in run.steps if (loss := dig(step, "learner", "sft_loss")) is not None]
+    loss = f", loss {first_to_last(losses[0], fmean(losses[-3:]))}" if losses else ""
+    reasons = {"too_long": "as too long", "bad_rows": "as bad"}
+    left_out = [f", {count(found[name])} left out {why}" for name, why in reasons.items() if found.get(name)]
+    return f"{count(found['rows'])}, {count(found['tokens'])} tokens{loss}{''.join(left_out)}"
 
 
 def engine_gaps(run: RunFolder) -> str:
