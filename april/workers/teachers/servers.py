@@ -77,7 +77,8 @@ class ServerTeacher:
 
 
 class SglangTeacher(ServerTeacher):
-    """SGLang's `/generate` with `logprob_start_len` and `top_logprobs_num`."""
+    """SGLang's `/generate` with `logprob_start_len` and `top_logprobs_num`. It scores the largest id of its vocabulary
+    as such, and calls it 0."""
 
     def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
         answer = self.ask(
@@ -87,6 +88,9 @@ class SglangTeacher(ServerTeacher):
         )  # fmt: skip
         told = answer["meta_info"]
         tokens = [ScoredToken(*entry) for entry in told["input_token_logprobs"]]
+        for place in np.flatnonzero(np.array(ids[: len(tokens)]) == max(ids)).tolist():
+            if tokens[place].id == 0:
+                tokens[place] = ScoredToken(tokens[place].logprob, max(ids))
         if not self.rules.top_k:
             return tokens
         return with_tops(tokens, [[(each[1], each[0]) for each in entry or ()] for entry in told["input_top_logprobs"]])

@@ -60,6 +60,16 @@ def test_a_server_s_log_probabilities_are_those_of_the_ids(kind):
         assert teacher(rules(url=url))(np.array(IDS, np.int32)).tolist() == LOGPROBS
 
 
+def test_sglang_calls_the_largest_id_of_its_vocabulary_0_and_no_other():
+    ids = np.array([*IDS, 5], np.int32)
+    entries = [*RIGHT[:-1], [-4.0, 0, "<pad>"], [-8.0, 0, "<pad>"]]
+    with serving(as_sglang(entries)) as url:
+        assert SglangTeacher(rules(url=url))(ids).tolist() == [*LOGPROBS, -8.0]
+    entries[1] = [-0.5, 0, None]
+    with serving(as_sglang(entries)) as url, pytest.raises(TeacherError, match="token 0 where 2 was asked for"):
+        SglangTeacher(rules(url=url))(ids)
+
+
 FAULTS = {
     "too few": (RIGHT[:-1], "scored 4 tokens where 5"),
     "another sample": ([*RIGHT[:-1], [-4.0, 9, None]], "another text: token 9 where 5"),
