@@ -26,17 +26,17 @@ from april.learner.policy.counting import (
 )
 from april.workers.engines import ENGINES
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.conformance.harness import V0, V1, drive, join
+from april.workers.engines.conformance.harness import V0, V1, V2, drive, join
 from april.workers.engines.sglang.client import ServerRefuses
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.images import SentImages
+from april.workers.engines.sglang.images import LOOKS_BEHIND_START, ImageTokens, SentImages
 from april.workers.engines.sglang.run import StreamedRequest
 from april.workers.engines.sglang.server import ServerSettings
 from tests.support.attached_servers import SGLANG_PYTHON, serve
 from tests.support.learner import pictures as tiny
 
 PAD, SIDE, CONTEXT = VOCABULARY[IMAGE], 2 * PATCH, 512
-RULE = ImageRule(PAD, PATCH, 2, 64, 4096)
+KNOWN = ImageTokens(ImageRule(PAD, PATCH, 2, 64, 4096), VOCABULARY[VIDEO], VOCABULARY[START])
 
 
 def request_of(number, sizes, new_tokens=8, side=SIDE):
@@ -55,7 +55,7 @@ def request_of(number, sizes, new_tokens=8, side=SIDE):
 
 
 def started(request):
-    streamed = StreamedRequest(request, SentImages.of(request, RULE))
+    streamed = StreamedRequest(request, SentImages.of(request, KNOWN))
     streamed.start_attempt()
     return streamed
 
@@ -96,14 +96,35 @@ def test_a_server_that_has_read_other_tokens_fails_the_request_and_none_of_its_t
     assert streamed.take_event(event([7], 1, [*meant, 9, 8]), V0) == 1, "a resumed one is read with what was sampled"
 
 
-def test_a_placeholder_that_was_sampled_cannot_be_sent_again_beside_an_image():
+SAMPLED = {
+    "1 placeholders were sampled, and SGLang takes each for an image": ([PAD, 7], [PAD]),
+    "a placeholder of a video was sampled": ([VOCABULARY[VIDEO], 7], [VOCABULARY[VIDEO]]),
+    "its last token begins an image": ([VOCABULARY[START]], [7, VOCABULARY[START]]),
+}
+"""Ids that cannot be sent again beside an image, by the reason."""
+
+
+@pytest.mark.parametrize("why", SAMPLED)
+def test_what_sglang_would_take_for_an_image_is_not_sent_again_beside_one(why):
     request = request_of(0, [(1, 2)])
-    streamed = started(request)
-    streamed.body(V0, 5)
-    streamed.take_event(event([PAD], 1, request.tokens.tolist()), V0)
-    streamed.start_attempt()
-    with pytest.raises(EngineError, match="1 placeholders were sampled, and SGLang takes each for an image"):
+    for sampled in SAMPLED[why]:
+        streamed = started(request)
         streamed.body(V0, 5)
+        streamed.take_event(event(sampled, len(sampled), request.tokens.tolist()), V0)
+        streamed.start_attempt()
+        with pytest.raises(EngineError, match=why):
+            streamed.body(V0, 5)
+        with pytest.raises(EngineError, match=why):
+            started(replace(request, tokens=np.array([*request.tokens, *sampled], np.int32)))
+
+
+def test_what_is_only_text_is_sent_again():
+    start, more = VOCABULARY[START], [VOCABULARY[START], VOCABULARY[END]]
+    with_image, plain = request_of(0, [(1, 2)]), StreamedRequest(request_of(1, []))
+    resumed = started(replace(with_image, tokens=np.array([*with_image.tokens, *more], np.int32)))
+    assert resumed.body(V0, 5)["input_ids"][-2:] == more
+    plain.generated = [PAD, VOCABULARY[VIDEO], start]
+    assert plain.body(V0, 5)["input_ids"][-3:] == [PAD, VOCABULARY[VIDEO], start]
 
 
 def test_images_that_do_not_fit_are_refused():
@@ -113,7 +134,7 @@ def test_images_that_do_not_fit_are_refused():
         (replace(request, images=(b"no picture",)), "is no PNG file"),
     ):
         with pytest.raises(EngineError, match=why):
-            SentImages.of(wrong, RULE)
+            SentImages.of(wrong, KNOWN)
     with pytest.raises(EngineError, match="the model takes none"):
         SentImages.of(request, None)
     assert ENGINES.find("sglang").takes_images and not ENGINES.find("vllm").takes_images
@@ -141,8 +162,8 @@ def models(request, tmp_path_factory):
 
 @torch.no_grad()
 def random_model(family, seed):
-    """A model of random weights that never samples a placeholder, nor the token before one, of which SGLang 0.5.23 ends
-    where it is the last of a context: the first number of the residual stream is always 1, and counts against them."""
+    """A model of random weights that samples no placeholder, nor the token before one if SGLang cannot read it as the
+    last one: the first number of the residual stream is always 1, and counts against them."""
     model = tiny_model(family, seed).eval()
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     for name, weight in (*model.named_parameters(), ("lm_head.weight", head)):
@@ -151,7 +172,7 @@ def random_model(family, seed):
         if name.endswith(("o_proj.weight", "down_proj.weight")) or "linear_fc2" in name or ".merger.mlp.2." in name:
             weight[0] = float(".merger." in name and name.endswith("bias"))
     embeddings[:, 0] = head[:, 0] = 1
-    head[[PAD, VOCABULARY[VIDEO], VOCABULARY[START]], 0] = -50
+    head[[PAD, VOCABULARY[VIDEO], *([VOCABULARY[START]] if family in LOOKS_BEHIND_START else [])], 0] = -50
     take_image_places(model.base_model)
     return model
 
@@ -200,6 +221,12 @@ def weights_of(model):
     return revert_weight_conversion(model, dict(model.named_parameters()))
 
 
+def wait_for_failure(engine):
+    while not (failed := engine.failures()):
+        engine.step()
+    return failed
+
+
 @torch.inference_mode()
 def logprobs_of(model, reader, request, tokens):
     """Of `tokens`, which follow a request's, by a plain forward pass of the model."""
@@ -241,3 +268,32 @@ def test_tokens_after_images_have_the_log_probabilities_of_a_plain_forward_pass_
     assert {*streams[0].versions} == {V0, V1} and len(
         {name_of(png) for request in requests for png in request.images}
     ) == 3
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+def test_a_response_whose_last_token_begins_an_image_goes_on_if_sglang_can_read_it_and_otherwise_fails_alone(
+    engine, models
+):
+    """The first weights sample no other token."""
+    folder, first, second = models
+    reader, start, forced = PixelReader.of(folder), VOCABULARY[START], weights_of(first)
+    name = next(name for name in ("lm_head.weight", "model.language_model.embed_tokens.weight") if name in forced)
+    forced[name] = forced[name].detach().clone()
+    forced[name][start, 0] = 50
+    engine.load_weights(V1, forced)
+    shown = request_of(0, [(2, 3)], 440, reader.patch * reader.merge)
+    before = drive(engine, [shown], tokens=1, begun=[0])
+    assert {*before[0].tokens} == {start}
+    engine.load_weights(V2, weights_of(second))
+    is_read = second.config.model_type not in LOOKS_BEHIND_START
+    if not is_read:
+        ((failed, why),) = wait_for_failure(engine)
+        assert failed == 0 and "its last token begins an image" in why
+    after = drive(engine, [request_of(1, [], 9)])
+    assert after[1].finish_reason == "length" and engine.restarts == 0
+    if is_read:
+        found = join(before[0], after[0])
+        resumed = found.versions.index(V2)
+        expected = logprobs_of(second, reader, shown, found.tokens)[resumed:]
+        assert found.tokens[resumed - 1] == start and np.abs(np.array(found.logprobs[resumed:]) - expected).max() < 1e-4

@@ -1,28 +1,64 @@
 """Images in requests to SGLang.
 
 SGLang takes one placeholder for each image, and repeats it as often as the image has tokens. Where that fails, it may
-tokenise the text again and only log it, so the prompt that it has read is compared with the one that was meant.
+tokenise the text again and only log it, so the prompt that it has read is compared with the one that was meant. Tokens
+that a policy has sampled may look to it like images or videos (`ImageTokens`). They cannot be sent beside images, and
+are not kept from being sampled either: log-probabilities would be those of another distribution.
 """
 
 import base64
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from april.data.images import PNG_HEAD_BYTES, ImageRule, png_size
+from april.data.images import PNG_HEAD_BYTES, ImageRule, png_size, read_json
 from april.data.pixels import places_of_images
 from april.workers.engines.base import EngineError, Request
+
+LOOKS_BEHIND_START = ("qwen2_vl", "qwen2_5_vl")
+"""Model types for which SGLang 0.5.23 reads the token behind each one that begins an image or a video, in
+`get_rope_index`. If that is the last token, it breaks off its answer, and only its log says why (IndexError)."""
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """How a model takes images, and the ids that SGLang does not read as text beside images."""
+
+    rule: ImageRule
+    video: int | None = None
+    """Id of the placeholder of a video; SGLang refuses a request that has one and no video."""
+    start: int | None = None
+    """Id that cannot be the last one of a request; None if any can."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "ImageTokens | None":
+        """The ids of a policy's folder; None for a policy that takes no images. Raises ConfigError."""
+        rule, config = ImageRule.of(folder), read_json(folder / "config.json")
+        if rule is None:
+            return None
+        start = config.get("vision_start_token_id") if config.get("model_type") in LOOKS_BEHIND_START else None
+        return cls(rule, config.get("video_token_id"), start)
+
+    def check_text(self, tokens: np.ndarray, is_text: np.ndarray) -> None:
+        """Raise ValueError for tokens, int32 [T], that SGLang would not read as meant beside images. `is_text`, bool
+        [T]: whether a token stands for no image."""
+        if sampled := np.count_nonzero((tokens == self.rule.token_id) & is_text):
+            raise ValueError(f"{sampled} placeholders were sampled, and SGLang takes each for an image")
+        if self.video in tokens:
+            raise ValueError("a placeholder of a video was sampled, and SGLang looks for the video")
+        if tokens[-1] == self.start:
+            raise ValueError("its last token begins an image, and SGLang reads the token behind it")
 
 
 @dataclass(frozen=True)
 class SentImages:
     """The images of one request, in the form in which SGLang takes them."""
 
-    token_id: int
-    """Id of the placeholder."""
+    known: ImageTokens
     counts: Sequence[int]
     """Number of tokens of each image."""
     starts: Sequence[int]
@@ -31,17 +67,17 @@ class SentImages:
     """The PNG files as data: URLs."""
 
     @classmethod
-    def of(cls, request: Request, rule: ImageRule | None) -> "SentImages":
-        """The images of a request to a model with this rule. Raises EngineError for images that do not fit the request
-        or the model."""
-        if rule is None:
+    def of(cls, request: Request, known: ImageTokens | None) -> "SentImages":
+        """The images of a request to a model; `known`: None for one that takes none. Raises EngineError for images that
+        do not fit the request or the model."""
+        if known is None:
             raise EngineError(f"request {request.id} has images, and the model takes none")
         try:
-            counts = [rule.tokens(*png_size(png[:PNG_HEAD_BYTES])) for png in request.images]
+            counts = [known.rule.tokens(*png_size(png[:PNG_HEAD_BYTES])) for png in request.images]
         except struct.error:
             raise EngineError(f"request {request.id} has an image that is no PNG file") from None
         urls = ["data:image/png;base64," + base64.b64encode(png).decode() for png in request.images]
-        sent = cls(rule.token_id, counts, request.image_starts, urls)
+        sent = cls(known, counts, request.image_starts, urls)
         try:
             sent.collapsed(request.tokens)
         except ValueError as error:
@@ -55,10 +91,9 @@ class SentImages:
 
     def collapsed(self, tokens: np.ndarray) -> np.ndarray:
         """Token ids with one placeholder in the place of those of each image. Raises ValueError for too few of them,
-        and for one that was sampled, which SGLang would take for an image."""
-        places = places_of_images(tokens, self.token_id, self.counts, self.starts)
-        if sampled := np.count_nonzero((tokens == self.token_id) & ~places):
-            raise ValueError(f"{sampled} placeholders were sampled, and SGLang takes each for an image")
+        and for tokens that SGLang would not read as meant."""
+        places = places_of_images(tokens, self.known.rule.token_id, self.counts, self.starts)
+        self.known.check_text(tokens, ~places)
         is_kept, of_images = ~places, np.flatnonzero(places)
         is_kept[of_images[np.cumsum([0, *self.counts[:-1]])]] = True
         return tokens[is_kept]

@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from april.data.images import ImageRule
 from april.util import clock
 from april.wire.message import Version
 from april.workers.engines.base import Chunk, EngineError, Request, Ticks
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, SGLangClient
-from april.workers.engines.sglang.images import SentImages
+from april.workers.engines.sglang.images import ImageTokens, SentImages
 from april.workers.engines.sglang.run import StepSignal, StreamedRequest
 
 log = logging.getLogger(__name__)
@@ -79,14 +78,14 @@ class ServerRequests:
         return self._client
 
     @cached_property
-    def _image_rule(self) -> ImageRule | None:
+    def _image_tokens(self) -> ImageTokens | None:
         """How the model takes images; None if it takes none."""
-        return ImageRule.of(self.model_path)
+        return ImageTokens.of(self.model_path)
 
     def images_of(self, request: Request) -> SentImages | None:
         """The images that the server is sent with a request; None without any. Raises EngineError for images that do
         not fit the request or the model."""
-        return SentImages.of(request, self._image_rule) if request.images else None
+        return SentImages.of(request, self._image_tokens) if request.images else None
 
     @property
     def live(self) -> int:
