@@ -97,7 +97,7 @@ class BrokerLink(threading.Thread):
 
     def leave(self, why: str) -> None:
         """End the link; other processes continue the open sessions."""
-        self._enqueue(lambda: self._stop(why))
+        self._enqueue(lambda: self._end(why))
 
     def _enqueue(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -114,11 +114,11 @@ class BrokerLink(threading.Thread):
             self.connection.goodbye()
         except BrokerUnreachable as error:
             self.failure = error
-            self._stop(str(error))
+            self._end(str(error))
         except Exception as error:
             log.exception("the conversation with the broker has failed")
             self.failure = error
-            self._stop("a fault of April's own")
+            self._end("a fault of April's own")
         finally:
             try:
                 self.connection.close()
@@ -167,7 +167,7 @@ class BrokerLink(threading.Thread):
             for answer in waiting:
                 self._notify(set_answer, answer, fault)
 
-    def _stop(self, why: str) -> None:
+    def _end(self, why: str) -> None:
         self.stopping = self.stopping or why
 
     def _say_hello(self) -> None:
@@ -207,7 +207,7 @@ class BrokerLink(threading.Thread):
                 for lease_id in leases:
                     self._drop(lease_id, "its lease is over")
             case wire.Stop():
-                self._stop(message.reason)
+                self._end(message.reason)
             case wire.Refused() if self.connection.is_disowned(received):
                 self._say_hello()
             case wire.Refused() if "unknown session" not in message.reason:

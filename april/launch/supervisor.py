@@ -317,7 +317,8 @@ class Supervisor:
 
     def _watch(self) -> str:
         while True:
-            self._show()
+            self._show_new_steps()
+            self._poll_status()
             if self.broker.status == 0:
                 return self._broker_ended()
             if self._stop_signals and not self._is_finished and clock.now() >= self._next_stop_request_s:
@@ -384,6 +385,8 @@ class Supervisor:
         deadline = clock.now() + CLOSE_S
         for part in self.workers:
             part.wait(max(0.1, deadline - clock.now()))
+            if part.status:
+                self.view.note(f"{part.name} ended with status {part.status}{part.take_cause()}")
         self._show_new_steps()
         if self._stop_signals or read_summary(self.run_dir / "summary.json").get("state") == "stopped":
             return "stopped"
@@ -414,10 +417,6 @@ class Supervisor:
                 connection.request(wire.StopRun(reason, state), HELLO_S)
 
     # --- showing --------------------------------------------------------------------------------------------
-
-    def _show(self) -> None:
-        self._show_new_steps()
-        self._poll_status()
 
     def _open_connection(self) -> BrokerConnection | None:
         """The connection to the broker, with a session; None while the broker is starting."""

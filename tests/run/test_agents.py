@@ -27,6 +27,7 @@ def stop(job, run_dir):
     wait_until(lambda: steps_recorded(run_dir) > behind, job)
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130, job.output
+    assert not re.search("agents-0 ended with status [1-9]", job.output)
     wait_until(lambda: job.descendants() == [])
     summary = assert_closed(run_dir)
     assert summary["state"] == "stopped"
@@ -141,6 +142,7 @@ def test_a_harness_elsewhere_comes_over_tls_with_its_key_and_is_trained_on(start
         one_at_a_time = pool.submit(harness)
         assert job.wait() == 0, job.output
         one_at_a_time.result()
+    assert not re.search("agents-0 ended with status [1-9]", job.output)
     summary = assert_closed(run_dir)
     assert (summary["steps"], summary["state"]) == (3, "finished")
     assert "agent_failed" not in summary["tokens"]["discarded"]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +49,7 @@ NOTICED = {
     "observe.dashboard.folder:Runs.__init__": "test_a_dashboard_goes_on_reading",
     "trainers.adapters.areal:ArealEngine.callback_addr": "its answers are ignored",
     "trainers.rollouts.aio:AsyncRollouts.__init__": WAITED_FOR,
+    "trainers.rollouts.images:PromptImages.prepare": WAITED_FOR,
     "util.lifetime:PartThread": ENDS_ITS_PART,
     "util.objects:ObjectStore._try": "test_whoever_waits_gets_the_error",
     "util.pool:ProcessPool.__init__": "test_whoever_waits_gets_the_error",
@@ -58,7 +60,8 @@ NOTICED = {
     "weights.puller:SnapshotPuller.__init__": ENDS_ITS_PART,
     "weights.publisher:WeightPublisher._start_thread": "test_whatever_a_transport_raises_costs_its_channel_alone",
     "weights.receiver:WeightReceiver.__init__": "test_a_transport_that_raises_anything_ends_its_worker",
-    "weights.snapshot:digest": WAITED_FOR,
+    "weights.publisher_socket:PublisherSocket.__init__": ENDS_ITS_PART,
+    "weights.snapshot:block_threads": WAITED_FOR,
     "wire.security.access:AccessControl.__init__": ENDS_ITS_PART,
     "wire.sockets.control:Control": "test_whoever_waits_gets_the_error",
     "workers.rewards.code:assertions_hold": WAITED_FOR,
@@ -66,7 +69,6 @@ NOTICED = {
 """Where April starts threads -> who notices that one has failed, or the test of it."""
 
 
-@pytest.mark.full
 def test_every_place_that_starts_a_thread_says_who_notices_its_failure():
     found = {}
     for path in PACKAGE.rglob("*.py"):
@@ -77,6 +79,18 @@ def test_every_place_that_starts_a_thread_says_who_notices_its_failure():
     plain = {place for place, kind in found.items() if kind == "PartThread"}
     assert {place for place, who in NOTICED.items() if who == ENDS_ITS_PART} <= plain | {"util.lifetime:PartThread"}
     assert all(who in globals() for who in NOTICED.values() if who.startswith("test_"))
+
+
+def test_no_thread_has_a_method_or_attribute_in_place_of_one_of_python_s():
+    """`Thread.join` calls `Thread._stop`, for example: with one of ours in its place it would raise."""
+    python_s = {*dir(threading.Thread), *vars(threading.Thread())} - {"__init__", "__doc__", "run", "name", "daemon"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and dict(starts_of_threads(ast.Module([node], []))).get(node.name):
+                methods = {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef)}
+                attributes = {each.attr for each in ast.walk(node)
+                              if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)}  # fmt: skip
+                assert not python_s & (methods | attributes), f"{path}: {node.name}"
 
 
 def starts_of_threads(tree, within=""):
