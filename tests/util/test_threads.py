@@ -64,7 +64,7 @@ NOTICED = {
     "weights.snapshot:block_threads": WAITED_FOR,
     "wire.security.access:AccessControl.__init__": ENDS_ITS_PART,
     "wire.sockets.control:Control": "test_whoever_waits_gets_the_error",
-    "workers.rewards.code:assertions_hold": WAITED_FOR,
+    "workers.rewards.code:assertion_failure": WAITED_FOR,
 }
 """Where April starts threads -> who notices that one has failed, or the test of it."""
 
