@@ -292,7 +292,7 @@ def train(
     log = folder / f"{name}.log"
     with process([*APRIL, "run", path], log, env=environment, cwd=ROOT) as started:
         while started.poll() is None and steps_to(folder / name, wanted) is None:
-            time.sleep(1)
+            time.sleep(5)
         started.send_signal(signal.SIGINT)
         started.wait(END_S)
     if started.returncode not in (0, INTERRUPTED):

@@ -5,10 +5,12 @@ together with every process it has started."""
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +21,8 @@ from april.agents.host import CancelProgram, ProgramEnded, StartProgram
 from april.util.lifetime import SUPERVISED, end_marked, end_with_parent, new_mark
 from april.util.pool import LENGTH_BYTES, STDERR, frame
 from april.util.registry import python_command, python_environment
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """Grace period of a cancelled program before its process is killed."""
@@ -93,6 +97,7 @@ class ProgramRunner:
         await asyncio.wait_for(outcomes.readexactly(LENGTH_BYTES), START_TIMEOUT_S)
         self._orders = orders
         self._reading = asyncio.create_task(self._read(self.process, outcomes))
+        self._reading.add_done_callback(self._reading_ended)
         waiting, self.waiting = self.waiting, {}
         for order in waiting.values():
             self._begin(orders, order)
@@ -131,6 +136,10 @@ class ProgramRunner:
             why = f"its process sent what is no outcome ({error})"
         if not self._closed:
             await self._replace(process, why)
+
+    def _reading_ended(self, task: asyncio.Task[None]) -> None:
+        if error := error_of(task):
+            self.observer.runner_failed(f"its outcomes cannot be read any more ({error})")
 
     def _handle_ended(self, ended: ProgramEnded) -> None:
         self.running.discard(ended.key)
@@ -192,7 +201,13 @@ class CommandRunner:
         task = asyncio.create_task(self._run(order))
         self.observer.program_started(order.key)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(partial(self._ended, order.key))
+
+    def _ended(self, key: int, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if error := error_of(task):
+            self.cancel(key)
+            self.observer.program_ended(key, None, f"its process cannot be run: {error}")
 
     async def _run(self, order: StartProgram) -> None:
         root, mark = order.base_url.removesuffix("/v1"), new_mark()
@@ -230,6 +245,14 @@ class CommandRunner:
         for key in list(self.active):
             self.cancel(key)
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def error_of(task: asyncio.Task[None]) -> BaseException | None:
+    """The exception that has ended a task, which is logged; None if none has."""
+    error = None if task.cancelled() else task.exception()
+    if error:
+        log.error("a task of the programs has failed", exc_info=error)
+    return error
 
 
 def kill_group(pid: int) -> None:

@@ -247,6 +247,31 @@ def test_of_programs_that_wait_for_a_process_a_cancelled_one_does_not_run():
     assert asyncio.run(play()) == (2, [])
 
 
+def test_whatever_fails_in_a_runner_is_said_and_leaves_no_session_waiting(tmp_path):
+    async def play():
+        observer = ProgramObserver()
+        observer.program_ended, failures = fail, []
+        observer.runner_failed = failures.append
+        runner = ProgramRunner("tests.support.agent_programs:as_told", {}, 4, observer)
+        await runner.start()
+        runner.start_program(order(1, {"returns": 1.0}))
+        async with asyncio.timeout(60):
+            while not failures:
+                await asyncio.sleep(0.01)
+        await runner.close()
+        observer = ProgramObserver()
+        runner = CommandRunner(["true"], tmp_path, observer)
+        runner.start_program(order(2))
+        return failures, await observer.next_event()
+
+    [failure], ended = asyncio.run(play())
+    assert "a fault" in failure and ended.key == 2 and "Is a directory" in ended.error
+
+
+def fail(*_):
+    raise ValueError("a fault")
+
+
 @pytest.mark.full
 def test_outcomes_wait_for_a_busy_process_and_arrive_whole():
     """Together they are more than a socket holds."""
