@@ -198,7 +198,7 @@ from april.workers.rewards.messages import RewardRules
 sandbox.NAMESPACES = ["false"]
 [test] = code.read_label("assert add(1, 2) == 3")
 for body in ("return a + b", "import os; os._exit(0)", "return 0"):
-    print(code.passes(f"def add(a, b):\\n    {body}", test, RewardRules(code_test_s=30.0)))
+    print(not code.failure(f"def add(a, b):\\n    {body}", test, RewardRules(code_test_s=30.0)))
 """
 
 
