@@ -28,6 +28,8 @@ DELICATE = ("abort", "delivery")
 AIM_S = 15.0
 """longest wait for a phase; then the kill falls into another one"""
 PATIENCE_S = 300.0
+BATCH_GROUPS = 12
+"""groups of a batch, of CONFIG"""
 
 CONFIG = """
 seed = 3

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from tests.chaos.chaos_run import DELICATE, PATIENCE_S, Chaos
+from tests.chaos.chaos_run import BATCH_GROUPS, DELICATE, PATIENCE_S, Chaos
 from tests.chaos.journal_history import History
 from tests.chaos.session_history import SessionHistory
 from tests.chaos.single_failures import SWEEPS, FailingRun
 from tests.support.redrawn import redrawn
-from tests.support.run_processes import wait_until
+from tests.support.run_processes import steps_recorded, wait_until
 from tests.support.small_run import PROMPTS
 
 UNSYNCED_BYTES = 20_000
@@ -128,6 +128,7 @@ def test_after_kills_a_sampler_has_drawn_what_the_journal_says_that_it_draws(cha
     for phase in ("abort", "generating", "training"):
         run.kill("broker", phase)
     run.kill("worker", "generating")
+    wait_until(lambda: steps_recorded(run.run_dir) * BATCH_GROUPS > PROMPTS, run.job, PATIENCE_S)
     run.finish()
     wrongs = History(run.run_dir, PROMPTS).judge()
     assert [wrong for wrong in wrongs if not wrong.startswith("prompts are skipped")] == []
