@@ -16,6 +16,9 @@ from tests.support.server_faults import run_until
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 
+TOKENS = 600
+"""of a response: the server is still at it when weights come, which are made before it begins"""
+
 
 class Faulty(DiskSnapshot):
     """A weight push that once passes on tensors that `fault` makes from the previous and the sent ones."""
@@ -56,16 +59,16 @@ def arrive(loader, staged):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_fails_the_weight_check_has_no_version_and_gets_the_weights_again(make_loader, learner, fault):
     loader, push = make_loader()
-    engine, request = loader.engine, Request(1, prompt(), 400, seed=1)
+    engine, request = loader.engine, Request(1, prompt(), TOKENS, seed=1)
     assert arrive(loader, learner.sends(V0))[0]
+    staged, push.fault = learner.sends(V1), FAULTS[fault]
     before = drive(engine, [request], tokens=50)[1]
-    push.fault = FAULTS[fault]
-    loaded, chunks = arrive(loader, learner.sends(V1))
+    loaded, chunks = arrive(loader, staged)
     assert not loaded and engine.version is None and engine.ready and f"version {V1}" in loader.receiver.reported[-1]
     assert [engine.step() for _ in range(3)].count([]) >= 2 and engine.live == 1
     loaded, more = arrive(loader, learner.sends(V1))
     stream = join(before, Stream(chunks + more), drive(engine)[1])
-    assert loaded and len(stream.tokens) == 400 and set(stream.versions) == {V0, V1}
+    assert loaded and len(stream.tokens) == TOKENS and set(stream.versions) == {V0, V1}
 
 
 def test_tokens_are_returned_only_after_their_weights_pass_the_check(make_loader, learner):
@@ -73,10 +76,10 @@ def test_tokens_are_returned_only_after_their_weights_pass_the_check(make_loader
     loader, push = make_loader(pause="retract", stream_tokens=1, chunk_tokens=1)
     engine = loader.engine
     assert arrive(loader, learner.sends(V0))[0]
-    requests = [Request(i, prompt(), 600, seed=i) for i in range(4)]
+    requests = [Request(i, prompt(), TOKENS, seed=i) for i in range(4)]
+    staged, push.fault = learner.sends(V1), FAULTS["all of the version before"]
     chunks = [chunk for stream in drive(engine, requests, tokens=80).values() for chunk in stream.chunks]
-    push.fault = FAULTS["all of the version before"]
-    loaded, more = arrive(loader, learner.sends(V1))
+    loaded, more = arrive(loader, staged)
     more += engine.step()
     assert not loaded and engine.live == 0 and {key for key, _ in engine.failures()} == {0, 1, 2, 3}
     assert {chunk.version for chunk in chunks + more} == {V0}
