@@ -3,7 +3,7 @@
 import pytest
 
 from april.observe.report.run_folder import read_records
-from tests.support.run_processes import assert_closed, steps_recorded, wait_until
+from tests.support.trained_again import assert_trained_again_bit_by_bit
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -22,20 +22,7 @@ def test_feedback_outlives_a_killed_broker_and_is_trained_again_bit_by_bit(start
     taught = ["--algorithm.divergence", "forward_kl", "--algorithm.hint", "{prompt}{feedback}={label}"]
     taught += ["--learner.checkpoint_every", "3", "--learner.ranks", "2", "--reward.name", "told_in_a_run:told"]
     job = start_run(*taught, *gate.hold(2))
-    wait_until(lambda: (run_dir / "metrics.jsonl").exists() and steps_recorded(run_dir) >= 2, job)
-    files = [run_dir / f"samples/step_00000{step}.parquet" for step in (1, 2)]
-    wait_until(lambda: all(file.exists() for file in files), job)
-    before = [parquet.read_table(file, columns=COLUMNS).to_pylist() for file in files]
-    written = [file.stat().st_mtime_ns for file in files]
-    job.kill("april.cli broker")
-    job.kill("april.learner.launch")
-    gate.open()
-    assert job.wait() == 0, job.output
-    summary = assert_closed(run_dir)
-    assert summary["steps"] == 3 and summary["starts"] == {"broker": 2, "learner": 2}
-    assert summary["replays"]["different"] == 0 and summary["replays"]["same"] >= 2
-    assert all(file.stat().st_mtime_ns > old for file, old in zip(files, written, strict=True)), "trained again"
-    assert [parquet.read_table(file, columns=COLUMNS).to_pylist() for file in files] == before
+    assert_trained_again_bit_by_bit(job, run_dir, gate, COLUMNS)
     for step, record in enumerate(read_records(run_dir / "metrics.jsonl"), 1):
         learner = record["learner"]
         rows = parquet.read_table(run_dir / f"samples/step_{step:06d}.parquet").to_pylist()

@@ -10,6 +10,7 @@ from april.observe.report.run_folder import read_records
 from tests.support.journal_events import events, events_and_arrays
 from tests.support.run_processes import assert_closed, steps_recorded, wait_until
 from tests.support.teacher_servers import RandomTeacher, serving
+from tests.support.trained_again import assert_trained_again_bit_by_bit
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -54,20 +55,7 @@ def test_a_server_s_top_k_outlives_a_killed_broker_and_is_trained_again_bit_by_b
         distil = ["--algorithm.advantage", "no_reward", "--algorithm.divergence", "forward_kl"]
         distil += ["--learner.checkpoint_every", "3", "--learner.ranks", "1"]
         job = start_run("--reward.where", "scorer", *distil, *gate.hold(2))
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists() and steps_recorded(run_dir) >= 2, job)
-        files = [run_dir / f"samples/step_00000{step}.parquet" for step in (1, 2)]
-        wait_until(lambda: all(file.exists() for file in files), job)
-        before = [parquet.read_table(file, columns=["index", "learner_logprobs"]).to_pylist() for file in files]
-        written = [file.stat().st_mtime_ns for file in files]
-        job.kill("april.cli broker")
-        job.kill("april.learner.launch")
-        gate.open()
-        assert job.wait() == 0, job.output
-    summary = assert_closed(run_dir)
-    assert summary["steps"] == 3 and summary["starts"] == {"broker": 2, "learner": 2}
-    assert summary["replays"]["different"] == 0 and summary["replays"]["same"] >= 2
-    assert all(file.stat().st_mtime_ns > old for file, old in zip(files, written, strict=True)), "trained again"
-    assert [parquet.read_table(file, columns=["index", "learner_logprobs"]).to_pylist() for file in files] == before
+        assert_trained_again_bit_by_bit(job, run_dir, gate, ["index", "learner_logprobs"])
     failed = [event for event in events(run_dir) if getattr(event, "cause", "") == "scoring_failed"]
     assert [event.error for event in failed if "named an id twice" in event.error], "and the sample was scored again"
     told = [
