@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from april.config.addresses import check_addresses, check_listening, check_store_url
 from april.config.advantages import check_advantage, check_compared, check_critic
-from april.config.algorithms import divided, told_of_source
+from april.config.algorithms import divided, told_of_source, used_algorithms
 from april.config.broker import BrokerSection
 from april.config.data import DataSection, SourceSection
 from april.config.evaluation import check_evaluation, check_set_paths
@@ -231,7 +231,8 @@ def check_algorithms(config: Config, imported: bool = False) -> None:
         try:
             check_names(each)
             check_algorithm(each.algorithm, imported)
-            check_compared(each, imported)
+            if number is not None or "algorithm" in used_algorithms(config):
+                check_compared(each, imported)
             check_advantage(each, imported)
         except ConfigError as error:
             raise ConfigError(told_of_source(number, str(error))) from None

@@ -385,7 +385,7 @@ class Supervisor:
         deadline = clock.now() + CLOSE_S
         for part in self.workers:
             part.wait(max(0.1, deadline - clock.now()))
-            if part.status:
+            if part.status and part.restart_at is None:  # one that waits for its restart was noted
                 self.view.note(f"{part.name} ended with status {part.status}{part.take_cause()}")
         self._show_new_steps()
         if self._stop_signals or read_summary(self.run_dir / "summary.json").get("state") == "stopped":

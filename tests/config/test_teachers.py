@@ -90,6 +90,14 @@ def test_a_teacher_alone_takes_groups_of_one_sample():
             check_algorithms(config)
 
 
+def test_an_algorithm_that_no_source_uses_may_compare_samples_where_groups_have_one():
+    own = {"algorithm": {"advantage": "no_reward", "distillation": "reverse_kl"}}
+    for second, refused in (({"path": "b"} | own, False), ({"path": "b"}, True)):
+        config = made(data={"sources": [{"path": "a"} | own, second]}, schedule={"n_samples_per_prompt": 1})
+        with pytest.raises(ConfigError, match="nothing to compare") if refused else nullcontext():
+            check_algorithms(config)
+
+
 def test_a_teacher_in_the_learner_is_no_teacher_of_images_that_agents_send(monkeypatch, policy_folder):
     monkeypatch.setattr("april.learner.loading.loads_tower", lambda path: True)
     sections = {

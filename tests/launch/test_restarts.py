@@ -107,6 +107,16 @@ def test_the_cause_of_a_restart_is_said_once(watched):
     assert len(restarts) == part.max_restarts and not any("its last line" in said for said in restarts[1:])
 
 
+def test_a_part_that_waits_for_its_restart_at_the_end_of_the_run_is_named_once(watched):
+    run, part, programs = watched("worker-0")
+    run.learner = None
+    part.start()
+    programs.ended = 1
+    run._restart_if_needed(part)
+    run._broker_ended()
+    assert len([said for said in run.view.said if "ended with status" in said]) == 1
+
+
 def test_the_first_restart_is_immediate_and_no_delay_exceeds_the_last(watched):
     for most in (1, 2, 3, 5, 20, 5000):
         delays = [lifetime.restart_delay_s(number, most) for number in range(1, most + 1)]

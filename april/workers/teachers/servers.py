@@ -88,9 +88,9 @@ class SglangTeacher(ServerTeacher):
         )  # fmt: skip
         told = answer["meta_info"]
         tokens = [ScoredToken(*entry) for entry in told["input_token_logprobs"]]
-        for place in np.flatnonzero(np.array(ids[: len(tokens)]) == max(ids)).tolist():
-            if tokens[place].id == 0:
-                tokens[place] = ScoredToken(tokens[place].logprob, max(ids))
+        last = self.rules.vocabulary - 1
+        pairs = zip(ids, tokens, strict=False)
+        tokens = [token._replace(id=last) if (asked, token.id) == (last, 0) else token for asked, token in pairs]
         if not self.rules.top_k:
             return tokens
         return with_tops(tokens, [[(each[1], each[0]) for each in entry or ()] for entry in told["input_top_logprobs"]])

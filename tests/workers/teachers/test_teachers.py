@@ -64,10 +64,12 @@ def test_sglang_calls_the_largest_id_of_its_vocabulary_0_and_no_other():
     ids = np.array([*IDS, 5], np.int32)
     entries = [*RIGHT[:-1], [-4.0, 0, "<pad>"], [-8.0, 0, "<pad>"]]
     with serving(as_sglang(entries)) as url:
-        assert SglangTeacher(rules(url=url))(ids).tolist() == [*LOGPROBS, -8.0]
+        assert SglangTeacher(rules(url=url, vocabulary=6))(ids).tolist() == [*LOGPROBS, -8.0]
+        with pytest.raises(TeacherError, match="token 0 where 5 was asked for"):
+            SglangTeacher(rules(url=url, vocabulary=7))(ids)
     entries[1] = [-0.5, 0, None]
     with serving(as_sglang(entries)) as url, pytest.raises(TeacherError, match="token 0 where 2 was asked for"):
-        SglangTeacher(rules(url=url))(ids)
+        SglangTeacher(rules(url=url, vocabulary=6))(ids)
 
 
 FAULTS = {
