@@ -217,7 +217,7 @@ def rank(own: int, store: Path, kind: str, folder: Path, incarnation: int, answe
     from april.config import LearnerSection
     from april.learner.process_group import all_gather_values
     from april.learner.publication import DividedSending
-    from april.learner.weight_parts import gather_part
+    from april.learner.weight_parts import WeightTensor, gather_part
     from april.util.objects import ObjectStore
     from april.weights.folders import SnapshotFolders, WrittenFile
     from april.weights.publisher import WeightPublisher
@@ -238,9 +238,10 @@ def rank(own: int, store: Path, kind: str, folder: Path, incarnation: int, answe
         for shard in shards:
             shard.view(torch.int16)[torch.rand(shard.shape, generator=random_bits) < 0.03] ^= 1
         tensors = [
-            (f"layers.{i}", DTensor.from_local(shard.clone(), mesh, [Shard(0)])) for i, shard in enumerate(shards)
+            WeightTensor.whole(f"layers.{i}", DTensor.from_local(shard.clone(), mesh, [Shard(0)]))
+            for i, shard in enumerate(shards)
         ]
-        whole = torch.cat([tensor.full_tensor() for _, tensor in tensors])
+        whole = torch.cat([each.tensor.full_tensor() for each in tensors])
         if divided:
             backend = SimpleNamespace(divisible_weights=partial(list, tensors))
             trainer = SimpleNamespace(backend=backend, generation_dtype=torch.bfloat16, device=torch.device("cpu"))

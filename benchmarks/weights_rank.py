@@ -16,6 +16,7 @@ from april.config import LearnerSection, WeightsSection
 from april.learner.model import gather_tensors
 from april.learner.process_group import all_gather_values
 from april.learner.publication import DividedSending
+from april.learner.weight_parts import WeightTensor
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.weights.transports import GroupLink
@@ -69,10 +70,10 @@ def rank(own: int, ranks: int, folder: Path, tensors: int, workers: list[int]) -
     sharded = []
     for i in range(tensors):
         rows = torch.full((ROWS // ranks, WIDTH), i / 64, dtype=torch.bfloat16)
-        sharded.append((f"layers.{i}.weight", DTensor.from_local(rows, mesh, [Shard(0)])))
+        sharded.append(WeightTensor.whole(f"layers.{i}.weight", DTensor.from_local(rows, mesh, [Shard(0)])))
     publisher = WeightPublisher(SECTION, "bench", "cpu") if own == 0 else None
     config = SimpleNamespace(weights=SECTION, learner=LearnerSection(), engine=SimpleNamespace(weights="auto"))
-    sent, found = list[int](), {"shard_bytes": sum(t.to_local().nbytes for _, t in sharded)}
+    sent, found = list[int](), {"shard_bytes": sum(each.tensor.to_local().nbytes for each in sharded)}
     count_sent(sent)
     divided = DividedSending(config, publisher, torch.device("cpu"))
     backend = SimpleNamespace(divisible_weights=lambda: sharded)
@@ -105,7 +106,7 @@ def rank(own: int, ranks: int, folder: Path, tensors: int, workers: list[int]) -
         publisher.withdraw()
     dist.barrier()
     with PeakMemory() as peak:  # all on rank 0
-        whole = gather_tensors(sharded)
+        whole = gather_tensors([(each.name, each.tensor) for each in sharded])
         if publisher:
             publisher.publish(Version(0, step), whole)
         dist.barrier()

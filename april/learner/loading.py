@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -321,22 +322,55 @@ def read_tensors(
     return {found: value[local_rows(lm.get_parameter(found))] for found, value in converted.items()}
 
 
+@dataclass(frozen=True)
+class FileTensor:
+    """What a tensor of Hugging Face files is in the model: consecutive values of one of its tensors."""
+
+    source: str
+    """Name of the model's tensor."""
+    first: int
+    """Index of the first value in the model's flattened tensor."""
+    shape: torch.Size
+
+
+class WithoutCopies(TorchFunctionMode):
+    """Context in which a view stays one where torch would copy its values into consecutive memory."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        return arguments[0] if function is Tensor.contiguous else function(*arguments, **(named or {}))
+
+
+def tensors_in_files(lm: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, FileTensor] | None:
+    """The tensors of Hugging Face files that tensors of `lm` become, by their names there; None if one of them is not
+    a run of consecutive values of the model's. `shapes`: of the model's tensors, by their names in `lm`.
+
+    transformers' own conversion of a state dict is applied to tensors without memory, and says where in them each
+    result lies: an expert of a mixture is one row of a tensor that holds all experts of a layer.
+    """
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+    try:
+        with WithoutCopies():
+            converted = revert_weight_conversion(lm, empty)
+    except RuntimeError:  # it computes with values
+        return None
+    found = {}
+    for name, view in converted.items():
+        source = names.get(view.untyped_storage()._cdata)
+        if source is None or not view.is_contiguous():
+            return None
+        found[name] = FileTensor(source, int(view.storage_offset()), view.shape)
+    return found
+
+
 def names_in_files(lm: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, str] | None:
     """Names in Hugging Face files of tensors of `lm`, by their names there; None if some have another form in files.
-    `shapes`: their shapes by name in `lm`.
-
-    The names are converted by transformers' own conversion of a state dict, applied to numbered placeholder tensors.
-    """
-    names = list(shapes)
-    numbered = {name: torch.tensor(i).expand(shapes[name]) for i, name in enumerate(names)}
-    found = {}
-    for name, value in revert_weight_conversion(lm, numbered).items():
-        numbers = value.reshape(-1)[:1].tolist() or [None]
-        found[name] = numbers[0], value.shape
-    if sorted(i for i, _ in found.values() if i is not None) != list(range(len(names))):
-        return None
-    same = all(shape == shapes[names[i]] for i, shape in found.values())
-    return {names[i]: name for name, (i, _) in found.items()} if same else None
+    `shapes`: their shapes by name in `lm`."""
+    found = tensors_in_files(lm, shapes) or {}
+    names = {each.source: name for name, each in found.items() if each.shape == shapes[each.source]}
+    return names if len(names) == len(found) == len(shapes) else None
 
 
 def check_shape(files: WeightFiles, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:

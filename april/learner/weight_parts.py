@@ -9,19 +9,19 @@ part = gather_part(version, backend.divisible_weights(), dtype)
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, cycle, zip_longest
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import WeightConverter
 
-from april.learner.loading import names_in_files, persistent_buffers
+from april.learner.loading import persistent_buffers, tensors_in_files
 from april.learner.model import BUCKET_BYTES, sharded_dim
 from april.weights.channel import TensorHead
 from april.weights.snapshot import ALIGNMENT_BYTES, Snapshot, byte_size, digest, empty_buffer, fused_name, layout
@@ -31,16 +31,37 @@ IN_FLIGHT = 2
 """Most buckets in transfer between ranks at a time."""
 
 
-def divisible(lm: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]] | None:
-    """`tensors`, the weights of `lm`, and its buffers, by their names in Hugging Face files; None if some have another
-    form there, or are sharded by anything but rows."""
-    if any(isinstance(each, WeightConverter) for each in getattr(lm, "_weight_conversions", None) or ()):
-        return None  # to find out by converting would take the memory of all weights
+@dataclass(frozen=True)
+class WeightTensor:
+    """A tensor of the weights as workers and files have it: consecutive values of one of the model's."""
+
+    name: str
+    """Name in Hugging Face files."""
+    tensor: Tensor
+    """The model's tensor, whole or sharded by rows: all experts of a layer, of which this one may be a part."""
+    first: int
+    """Index of the first value in the flattened `tensor`."""
+    shape: torch.Size
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Self:
+        """A tensor that files have as the model has it."""
+        return cls(name, tensor, 0, tensor.shape)
+
+    @property
+    def end(self) -> int:
+        """Index after the last value in the flattened `tensor`."""
+        return self.first + self.shape.numel()
+
+
+def divisible(lm: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[WeightTensor] | None:
+    """`tensors`, the weights of `lm`, and its buffers, as Hugging Face files have them; None if that is not what
+    consecutive values of them are, or some are sharded by anything but rows."""
     named = dict(chain(tensors, persistent_buffers(lm)))
-    names = names_in_files(lm, {name: tensor.shape for name, tensor in named.items()})
-    if names is None or not all(is_divided_by_rows(tensor) for tensor in named.values()):
+    found = tensors_in_files(lm, {name: tensor.shape for name, tensor in named.items()})
+    if found is None or not all(is_divided_by_rows(tensor) for tensor in named.values()):
         return None
-    return [(names[name], tensor) for name, tensor in named.items()]
+    return [WeightTensor(name, named[each.source], each.first, each.shape) for name, each in found.items()]
 
 
 def is_divided_by_rows(tensor: Tensor) -> bool:
@@ -51,20 +72,33 @@ def is_divided_by_rows(tensor: Tensor) -> bool:
     return sharded_dim(tensor) in (None, 0) and all(placement.is_replicate() for placement in others)
 
 
-def divide(heads: Sequence[TensorHead], ranks: int) -> list[int]:
-    """The rank that gathers each tensor: the largest first, each to the rank with the fewest bytes so far. What a
-    server concatenates stays together."""
+def divide(heads: Sequence[TensorHead], ranks: int, holders: Sequence[Collection[int]] = ()) -> list[int]:
+    """The rank that gathers each tensor: the largest first, each to a rank that has it already, such as a whole expert,
+    unless that has its share of all bytes; otherwise to the rank with the fewest bytes so far. What a server
+    concatenates stays together. `holders`: for each tensor the ranks that hold all of it."""
     units: dict[str, list[int]] = {}
     for index, head in enumerate(heads):
         units.setdefault(fused_name(head.name), []).append(index)
     sizes = {unit: sum(byte_size(heads[index]) for index in members) for unit, members in units.items()}
-    owners, loads = [0] * len(heads), [0] * ranks
+    owners, loads, share = [0] * len(heads), [0] * ranks, sum(sizes.values()) / ranks
     for unit in sorted(units, key=lambda unit: -sizes[unit]):
-        owner = loads.index(min(loads))
+        holding = set.intersection(*(set(holders[index]) for index in units[unit])) if holders else set()
+        near = [rank for rank in sorted(holding) if loads[rank] + sizes[unit] <= share]
+        owner = min(near or range(ranks), key=loads.__getitem__)
         loads[owner] += sizes[unit]
         for index in units[unit]:
             owners[index] = owner
     return owners
+
+
+def holders(each: WeightTensor) -> Collection[int]:
+    """The ranks that hold all values of a sharded tensor; none if none does, or all do."""
+    if not isinstance(each.tensor, DTensor) or sharded_dim(each.tensor) is None or each.first == each.end:
+        return ()
+    rows = each.tensor.device_mesh.mesh.reshape(-1, each.tensor.device_mesh.shape[-1])
+    values = values_per_rank(each.tensor)
+    place = each.first // values
+    return rows[:, place].tolist() if (each.end - 1) // values == place else ()
 
 
 @dataclass(frozen=True)
@@ -119,8 +153,13 @@ def held_values(tensor: Tensor, rank: int, owner: int) -> tuple[int, int]:
     places = ranks_of_copy(tensor.device_mesh, owner)
     if rank not in places:
         return (0, 0)
-    each = -(-tensor.shape[0] // len(places)) * math.prod(tensor.shape[1:])
+    each = values_per_rank(tensor)
     return min(places[rank] * each, tensor.numel()), min((places[rank] + 1) * each, tensor.numel())
+
+
+def values_per_rank(tensor: DTensor) -> int:
+    """Most values of a tensor divided by rows that a rank holds."""
+    return -(-tensor.shape[0] // tensor.device_mesh.shape[-1]) * math.prod(tensor.shape[1:])
 
 
 @cache
@@ -130,24 +169,24 @@ def ranks_of_copy(mesh: DeviceMesh, owner: int) -> dict[int, int]:
     return next({rank: place for place, rank in enumerate(row)} for row in rows if owner in row)
 
 
-def gather_part(version: Version, tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Snapshot:
+def gather_part(version: Version, tensors: Sequence[WeightTensor], dtype: torch.dtype | None = None) -> Snapshot:
     """This rank's part of the weights, on the CPU; sharded tensors in `dtype` (None: float32). Collective.
 
     `tensors`: from `divisible`, in the same order on all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sent_in = dtype or torch.float32
-    dtypes = [sent_in if isinstance(tensor, DTensor) else tensor.dtype for _, tensor in tensors]
+    dtypes = [sent_in if isinstance(each.tensor, DTensor) else each.tensor.dtype for each in tensors]
     heads = [
-        TensorHead(name, str(own).removeprefix("torch."), list(tensor.shape))
-        for (name, tensor), own in zip(tensors, dtypes, strict=True)
+        TensorHead(each.name, str(own).removeprefix("torch."), list(each.shape))
+        for each, own in zip(tensors, dtypes, strict=True)
     ]
-    owners = divide(heads, ranks)
+    owners = divide(heads, ranks, [holders(each) for each in tensors])
     gathered: list[list[list[Piece]]] = []
     for each in range(ranks):
         members = [i for i, owner in enumerate(owners) if owner == each]
         offsets, size = layout([heads[i] for i in members])
-        divided = (pieces(tensors[i][1], dtypes[i], offset) for i, offset in zip(members, offsets, strict=True))
+        divided = (pieces(tensors[i], dtypes[i], offset) for i, offset in zip(members, offsets, strict=True))
         gathered.append(list(in_buckets(chain.from_iterable(divided))))
         if each == rank:
             own_heads, data = [heads[i] for i in members], empty_buffer(size)
@@ -166,12 +205,14 @@ def gather_part(version: Version, tensors: Sequence[tuple[str, Tensor]], dtype: 
     return Snapshot(version, own_heads, data, digest(data))
 
 
-def pieces(tensor: Tensor, dtype: torch.dtype, offset: int) -> Iterator[Piece]:
+def pieces(each: WeightTensor, dtype: torch.dtype, offset: int) -> Iterator[Piece]:
     """A tensor in pieces of at most `BUCKET_BYTES` in the dtype in which it is sent. `offset`: its place in the buffer
     of the rank that gathers it, bytes."""
     most = BUCKET_BYTES // dtype.itemsize
-    for first in range(0, tensor.numel(), most):
-        yield Piece(tensor, dtype, first, min(first + most, tensor.numel()), offset + first * dtype.itemsize)
+    for first in range(each.first, each.end, most):
+        yield Piece(
+            each.tensor, dtype, first, min(first + most, each.end), offset + (first - each.first) * dtype.itemsize
+        )
 
 
 def in_buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

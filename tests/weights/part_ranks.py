@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from april.config import LearnerSection, WeightsSection
 from april.learner.process_group import long_wait_group
 from april.learner.publication import DividedSending
+from april.learner.weight_parts import WeightTensor
 from april.weights.publisher import WeightPublisher
 from april.wire.message import Version
 
@@ -54,7 +55,7 @@ def main(rank: int, ranks: int, store: str, transport: str, publish_s: float, tr
             time.sleep(0.005)
         dist.barrier(waiting)
         sharded = [
-            (name, distribute_tensor(tensor, mesh, [Replicate() if "norm" in name else Shard(0)]))
+            WeightTensor.whole(name, distribute_tensor(tensor, mesh, [Replicate() if "norm" in name else Shard(0)]))
             for name, tensor in weights(step).items()
         ]
         backend = SimpleNamespace(divisible_weights=lambda tensors=sharded: tensors)

@@ -27,6 +27,7 @@ from april.learner.model import gather_state
 from april.learner.packing import MicroBatch
 from april.learner.performance import Cost, Seconds, untimed
 from april.learner.vision import ImagePacker
+from april.learner.weight_parts import WeightTensor
 from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
 
@@ -115,9 +116,9 @@ class Backend(ABC):
         """
         return gather_state(self.lm, self.tensors(), dtype)
 
-    def divisible_weights(self) -> list[tuple[str, Tensor]] | None:
-        """All weights by Hugging Face name, whole or sharded by rows, of which each rank can gather a part; None if
-        rank 0 has to gather them all."""
+    def divisible_weights(self) -> list[WeightTensor] | None:
+        """All weights as Hugging Face files have them, of which each rank can gather a part; None if rank 0 has to
+        gather them all."""
         return None
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:

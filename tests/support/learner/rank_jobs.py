@@ -132,7 +132,15 @@ def compare(job: dict, device: torch.device) -> dict:
     return {"weights": {}, "outcomes": [trainer.gradients(batch, config) for config in configs]}
 
 
-KINDS = {"live": live, "compare": compare}
+def parts(job: dict, device: torch.device) -> dict:
+    """The weights as rank 0 gathers them, and from the parts that the ranks gather, which each rank's names list."""
+    trainer = Trainer(Config.model_validate(job["config"]), device)
+    own = gather_part(Version(0, 0), trainer.backend.divisible_weights()).heads
+    names = process_group.all_gather_values([head.name for head in own], list[str])
+    return {"weights": trainer.weights(), "from_parts": from_parts(trainer), "names": names}
+
+
+KINDS = {"live": live, "compare": compare, "parts": parts}
 
 
 def main(folder: Path) -> None:

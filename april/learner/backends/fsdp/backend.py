@@ -94,7 +94,7 @@ class FSDPBackend(Backend):
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         return lora.merged_weights(self.lm)
 
-    def divisible_weights(self) -> list[tuple[str, Tensor]] | None:
+    def divisible_weights(self) -> list[weight_parts.WeightTensor] | None:
         return None if self.config.lora.is_set else weight_parts.divisible(self.lm, self.lm.named_parameters())
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:

@@ -1,0 +1,73 @@
+"""Weights in parts: what the ranks gather is what rank 0 would, also of mixtures whose files have each expert apart."""
+
+import pytest
+from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
+
+from april.learner.model import empty_policy
+from april.learner.weight_parts import divide, divisible
+from april.weights.channel import TensorHead
+from tests.learner.test_families import FAMILIES, family
+from tests.support.learner.comparison import equal
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import job, make_config
+
+RANKS = 3
+"""The last one holds none of four experts."""
+MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "jamba", "olmo_hybrid")
+"""Families whose files have experts, or other parts of a tensor of the model, apart."""
+
+
+@pytest.fixture(scope="module")
+def gathered(tmp_path_factory):
+    """{family: what the ranks gather}"""
+    folder = tmp_path_factory.mktemp("parts")
+    for name in MIXTURES:
+        family(name).save_pretrained(folder / name)
+    jobs = [job(make_config(folder / name, folder / f"run_{name}"), [], parts=True) for name in MIXTURES]
+    return dict(zip(MIXTURES, run_ranks(RANKS, jobs, folder / "ranks"), strict=True))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_parts_of_a_mixture_are_the_weights_that_rank_0_gathers(gathered, name):
+    assert equal(gathered[name]["from_parts"], gathered[name]["weights"])
+    assert all(gathered[name]["names"]), "each rank gathers a part"
+
+
+def test_an_expert_is_sent_by_the_rank_that_has_it(gathered):
+    by_rank = gathered["qwen3_moe"]["names"]
+    for rank, experts in enumerate([(0, 1), (2, 3)]):
+        own = [name for name in by_rank[rank] if ".experts." in name]
+        assert own and all(int(name.partition(".experts.")[2][0]) in experts for name in own)
+
+
+def test_a_rank_that_has_its_share_is_given_no_more_though_it_holds_everything():
+    heads = [TensorHead(f"experts.{i}.down_proj.weight", "bfloat16", [8, 8]) for i in range(12)]
+    assert sorted(divide(heads, RANKS, [{1}] * len(heads))) == [0] * 4 + [1] * 4 + [2] * 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_can_be_divided(name, tmp_path):
+    family(name).save_pretrained(tmp_path)
+    lm = empty_policy(tmp_path, 1.0).lm
+    assert divisible(lm, lm.named_parameters()) is not None
+
+
+class Doubling(ConversionOps):
+    """Doubles a tensor when it is loaded; files have half of it."""
+
+    def convert(self, input_dict, target_patterns, **_):
+        (values,) = input_dict.values()
+        return {target_patterns[0]: values[0] / 2}
+
+    @property
+    def reverse_op(self):
+        return self
+
+
+@pytest.mark.parametrize("operation", [Transpose(), Doubling()])
+def test_a_model_whose_tensors_are_computed_or_turned_for_its_files_is_gathered_by_rank_0(operation, tmp_path):
+    family("qwen3").save_pretrained(tmp_path)
+    lm = empty_policy(tmp_path, 1.0).lm
+    lm._weight_conversions = [WeightConverter("up_proj.weight", "up_proj.weight", [operation])]
+    assert divisible(lm, lm.named_parameters()) is None
