@@ -27,7 +27,7 @@ REPLACEMENT_CHARACTER = "\ufffd"
 MAX_PENDING_CALLS = 64
 """Most calls of one session that may wait for answers at once."""
 LONG_CHARACTERS = 16_384
-"""Length of a conversation above which it becomes tokens beside the event loop."""
+"""Length of a conversation above which a thread tokenises it, so that the event loop goes on."""
 SendObservation = Callable[[int, int, np.ndarray, wire.TurnRequest, int], None]
 """Type of `BrokerLink.send_observation`: (lease id of the fork, start, tokens, request, parent fork)."""
 
@@ -232,7 +232,7 @@ class ConversationTree:
 
     async def with_prompt(self, call: PolicyCall) -> PolicyCall:
         """The call with its prompt, which is rendered in a thread if it is long and will be needed whole: its history
-        is new, or was written anew. Raises BadMessages."""
+        is new, or was rewritten. Raises BadMessages."""
         size = sum(len(text) for message in call.messages for text in texts_of(message))
         if size < LONG_CHARACTERS or not self._renders_whole(call):
             return call

@@ -40,7 +40,7 @@ from april.wire.security.web_requests import check_requests
 DIALECTS: list[type[Dialect]] = [Chat, Responses, Messages]
 """The HTTP APIs that a gateway serves."""
 MAX_BODY_BYTES, MAX_BODY_BYTES_WITH_IMAGES = 8 << 20, 64 << 20
-"""Largest request body, and that of a run whose policy takes images."""
+"""Largest request body, and the largest in a run whose policy takes images."""
 MAX_BODY_DEPTH = 64
 """Deepest nesting of lists and objects in a request body."""
 MAX_FORMER_KEYS = 10_000
@@ -202,8 +202,7 @@ class Gateway:
         return self.sessions[key]
 
     def _has_secret(self, request: web.Request) -> bool:
-        """Whether a request carries a key of this run; that of a session which another process holds is checked
-        there."""
+        """Whether a request carries a key of this run, or a session key, which the session's holder checks."""
         key = self.key_of(request)
         is_attach_key = self.attach_key is not None and self.attach_key.is_shown(key)
         is_session_key = request.path not in SESSIONLESS_PATHS and SESSION_KEY.fullmatch(key) is not None

@@ -104,7 +104,7 @@ class Host:
         self.program = program
         self.is_async = any(map(inspect.iscoroutinefunction, (program, type(program).__call__)))
         self.outgoing: asyncio.StreamWriter
-        """The channel to the parent process; what that does not read yet waits here."""
+        """The channel to the parent process; buffers what the parent has not read yet."""
         self.running: dict[int, asyncio.Task[None]] = {}
         self.threads = ThreadPoolExecutor(threads)
 

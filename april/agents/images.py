@@ -92,7 +92,7 @@ class RequestImages:
             session.images[image.source] = image
 
     async def _kept(self, source: str, data: bytes) -> SessionImage:
-        """The image, once the broker has kept it; requests that bring the same one share the work."""
+        """The image, once the broker has kept it; concurrent requests with the same image share the work."""
         now = asyncio.get_running_loop().time()
         for old in [old for old, image in self._known.items() if image.kept_until <= now]:
             del self._known[old]
@@ -149,7 +149,7 @@ def image_parts(content: Any) -> Iterator[tuple[list[Any], int]]:
 
 
 def make_canonical(found: Sequence[tuple[list[Any], int]]) -> dict[str, bytes]:
-    """Put a part that names its image by the sha256 of its source in the place of each; returns the sources. Raises
+    """Replace each image part by one that names the image by the sha256 of its source; returns the sources. Raises
     BadRow."""
     sources: dict[str, bytes] = {}
     for parts, index in found:

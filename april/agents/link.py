@@ -161,7 +161,7 @@ class BrokerLink(threading.Thread):
             self.connection.send(part, arrays)
 
     def _answer_images(self, fault: str, names: Sequence[str] | None = None) -> None:
-        """Tell those that wait for these images, or for any, that they are kept (""), or why not."""
+        """Answer all that wait for the images `names` (None: all): `fault` is why they are not kept, "" if they are."""
         for name in list(self.images) if names is None else names:
             _, waiting = self.images.pop(name, (b"", []))
             for answer in waiting:

@@ -55,7 +55,7 @@ class AttachKey:
 
 
 def attach_keyfile(config: Config) -> Path | None:
-    """File of the attach key: agent.attach_keyfile, or one in the run's folder, which is made here; None where nobody
+    """File of the attach key: agent.attach_keyfile, or one in the run's folder, which is made here; None if no harness
     attaches, or keys are off. Raises ConfigError."""
     file = config.agent.attach_keyfile
     if file or not config.agent.attach:

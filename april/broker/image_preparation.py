@@ -81,7 +81,7 @@ class ImagePreparation:
                 yield self._names[source]
 
     def close(self) -> None:
-        """Begin nothing more; images that are being prepared are not waited for."""
+        """Start no further preparation, without waiting for the running ones."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, rows: Dataset, image: RowImage) -> "Future[KnownImage]":
@@ -91,7 +91,7 @@ class ImagePreparation:
         return known
 
     def _result(self, image: RowImage, known: "Future[KnownImage]") -> KnownImage:
-        """The result of a preparation; a failure is told once, and then forgotten."""
+        """The result of a preparation; a failure is raised, and the next call prepares the image again."""
         try:
             return known.result()
         except (BadRow, OSError):

@@ -69,7 +69,7 @@ NO_FIT = LinearFit()
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """Present load of a worker."""
+    """Current load of a worker."""
 
     worker: str
     running: int

@@ -63,7 +63,7 @@ class PromptBook:
         self.untokenisable: set[int] = set()
         """Drawn row numbers that were skipped because the chat template rejects them."""
         self._last_refusal = ""
-        """Why the last of them was."""
+        """Why the chat template rejected the last of these rows."""
         self._config, self.seed = config, config.seed
         self._budgets = [response_budget(config, source) for source in range(max(1, len(data.prompt_sources)))]
         """Longest responses by source (tokens)."""

@@ -63,7 +63,7 @@ class SyncNote:
 
     @property
     def position(self) -> int:
-        """The position in the file; 0 if there is no file or the content is torn."""
+        """Journal position that the file holds; 0 if there is no file or its content is torn."""
         data = self._path.read_bytes() if self._path.exists() else b""
         if len(data) < NOTE.size:
             return 0

@@ -299,7 +299,7 @@ class Service:
             self.peers.close(peer)
 
     def synced(self, mark: SyncMark) -> None:
-        """Record that a sync of the journal has finished; `mark`: what it covers for the recorder."""
+        """Record that a sync of the journal has finished; `mark`: the recorder's state that is on disk now."""
         self.note.write(self.journal.synced)
         self.recorder.synced(mark)
 

@@ -92,7 +92,7 @@ class Command:
         return self.function.__name__.replace("_", "-")
 
     def add_to(self, commands: "argparse._SubParsersAction[Parser]", name: str = "") -> None:
-        """Add the command to a parser; `name`: what it is called there, if not by its own name."""
+        """Add the command to a parser; `name`: subcommand name in place of the command's own."""
         text = inspect.getdoc(self.function) or ""
         parser = commands.add_parser(
             name or self.name,

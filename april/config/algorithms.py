@@ -25,8 +25,8 @@ def algorithms(config: Config) -> list[AlgorithmSection]:
 
 
 def divided(config: Config) -> dict[int | None, Config]:
-    """The run's configuration, under None, and of each source that has its own algorithm, by number: that of a run in
-    which all samples have this algorithm. Raises ConfigError."""
+    """Configurations by algorithm: the run's under None and, by number of each source with an algorithm of its own,
+    that of a run in which all samples have this algorithm. Raises ConfigError."""
     own = source_algorithms(config)
     return {None: config} | {number: of_source(config, number, each) for number, each in own.items()}
 

@@ -33,8 +33,9 @@ class BrokerSection(Section):
     session_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Time of silence after which a peer counts as lost and its leases end (seconds). A high value "
-        "detects a dead worker late; a low one drops a worker in a long prefill.",
+        description="Time of silence after which a worker, scorer or agents process counts as lost and its leases end "
+        "(seconds); for the learner, see learner.hung_s. A high value detects a dead worker late; a low one drops a "
+        "worker in a long prefill.",
     )
     attempts: int = Field(
         5,
@@ -136,7 +137,7 @@ class WeightsSection(Section):
         30.0,
         gt=0,
         description="Longest transfer of one version to a worker (seconds). A slower worker loses its weight channel "
-        "and joins again.",
+        "and joins again; a high value detects a hung one late.",
     )
     channel_size: int = Field(
         1,
@@ -248,8 +249,8 @@ class OperationsSection(Section):
     )
     alarms: list[str] = Field(
         default_factory=lambda: list(registry_of("operations.alarms").shipped),
-        description="Alarms that say whether the run is in trouble; by default all that ship. Or yours as "
-        "package.module:Class, whose calls take time in the broker's loop.",
+        description="Alarms that watch for trouble in the run, by default all that ship; also yours as "
+        "package.module:Class. Their calls take time in the broker's loop.",
     )
     log_format: Literal["text", "json"] = Field(
         "text", description="Format of log lines: text, or json (one object a line, with ids)."

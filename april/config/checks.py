@@ -295,7 +295,7 @@ def check_agent(config: Config) -> None:
 
 
 def check_revisions(config: Config) -> None:
-    """Refuse a revision of what is no repository of a hub."""
+    """Refuse a revision where the path is not a repository on a hub."""
     for key, section in config.hub_sections.items():
         for prefix in section.prefixes:
             path, asked = getattr(section, f"{prefix}path"), getattr(section, f"{prefix}revision")
@@ -366,7 +366,7 @@ def check_data(data: DataSection) -> None:
 
 
 def check_sft_sources(data: DataSection) -> None:
-    """Refuse sources of kind sft without prompts beside them, or before these, and keys that are not for their kind."""
+    """Refuse sources of kind sft without a source of prompts, or listed before one, and keys of the other kind."""
     found = data.sft_sources
     if found and data.source == "submitted":
         refuse("data.source", data.source, "leaves no place for data.sources", "train the conversations by yourself")

@@ -15,7 +15,9 @@ class LaunchSection(Section):
         "ray, or yours as package.module:Class. kubernetes and helm need a folder of security.keys.",
     )
     hosts: list[str] = Field(
-        [], description="For ssh: machines, the first of which gets the broker and the first learner ranks."
+        [],
+        description="For ssh, which needs them: machines that the parts run on. The first one gets the broker and the "
+        "first learner ranks.",
     )
     ssh: list[str] = Field(
         ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"],
@@ -27,8 +29,18 @@ class LaunchSection(Section):
         description="Machines over which learner.ranks are spread evenly. Above 1, gradients cross the network in "
         "each step, and without a shared file system checkpoints do too and take twice the disk.",
     )
-    cores: int = Field(4, ge=1, description="CPU cores requested for each worker and for each learner rank.")
-    memory_gb: int = Field(32, ge=1, description="Memory requested for each worker and for each learner rank (GiB).")
+    cores: int = Field(
+        4,
+        ge=1,
+        description="CPU cores requested for each worker and for each learner rank. A high value fits on fewer "
+        "machines.",
+    )
+    memory_gb: int = Field(
+        32,
+        ge=1,
+        description="Memory requested for each worker and for each learner rank (GiB). A high value fits on fewer "
+        "machines.",
+    )
     port: int = Field(
         5555,
         ge=1024,

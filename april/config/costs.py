@@ -59,7 +59,7 @@ class EngineCost(Section):
 
 
 def read_toml(path: Path, noun: str) -> dict[str, Any]:
-    """Read a TOML file. Raises ConfigError; `noun` is what its sentence calls the file."""
+    """Read a TOML file. Raises ConfigError, whose text calls the file `noun`."""
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:

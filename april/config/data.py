@@ -91,7 +91,7 @@ MAPPINGS = {
 """The mappings that `data.mapping` can name."""
 
 OWN_MAPPING = replace(MAPPINGS["plain"], all_columns=True)
-"""Mapping of what a user's own mapping returns; the latter gets whole records."""
+"""Mapping of the rows that a user's own mapping function returns; the function gets whole records."""
 MAPPING_PARTS = Registry("data.mapping", "mapping")
 """Registry of the user's own mappings: functions record -> dictionary with prompt and label."""
 
@@ -131,9 +131,15 @@ class PromptsSection(HubSection):
     mapping: MappingName | None = Field(
         None, description="Published dataset whose field names these files use. Unset: data.mapping."
     )
-    prompt_key: str | None = Field(None, description="Row field of the prompt. Unset: the mapping's.")
-    label_key: str | None = Field(None, description="Row field of the reference answer. Unset: the mapping's.")
-    images_key: str | None = Field(None, description="Row field of the images. Unset: the mapping's; empty: none.")
+    prompt_key: str | None = Field(
+        None, description="Row field of the prompt. Unset: the field that the mapping names."
+    )
+    label_key: str | None = Field(
+        None, description="Row field of the reference answer. Unset: the field that the mapping names."
+    )
+    images_key: str | None = Field(
+        None, description="Row field of the images. Unset: images or image, where a row has it; empty: none."
+    )
     reward: str | None = Field(None, description="Verifier of all rows of this source. Unset: data.reward.")
 
 
@@ -240,11 +246,14 @@ class DataSection(HubSection):
         + "; or yours as package.module:function.",
     )
     prompt_key: str | None = Field(
-        None, description="Row field of the prompt, a text or a list of chat messages. Unset: the mapping's."
+        None,
+        description="Row field of the prompt, a text or a list of chat messages. Unset: the field that the mapping "
+        "names.",
     )
     label_key: str | None = Field(
         None,
-        description="Row field of the reference answer, or several fields separated by commas. Unset: the mapping's.",
+        description="Row field of the reference answer, or several fields separated by commas. Unset: the field that "
+        "the mapping names.",
     )
     images_key: str | None = Field(
         None,
@@ -288,7 +297,9 @@ class DataSection(HubSection):
         "least at the start and the end. Unset: no evaluation.",
     )
     eval_revision: str | None = Field(
-        None, description="Branch, tag or commit of data.eval_path. Unset: data.revision of the same name, or main."
+        None,
+        description="Branch, tag or commit of data.eval_path. Unset: data.revision if data.path is the same dataset, "
+        "otherwise main.",
     )
     eval_commit: Commit | None = Field(
         None,
@@ -297,8 +308,8 @@ class DataSection(HubSection):
     )
     eval_configuration: str | None = Field(
         None,
-        description="Configuration of the dataset at data.eval_path. Unset: data.configuration of the same name, or "
-        "the only or default one.",
+        description="Configuration of the dataset at data.eval_path. Unset: data.configuration if data.path is the "
+        "same dataset, otherwise the only or default one.",
     )
     eval_split: str | None = Field(
         None,

@@ -27,7 +27,7 @@ COMMIT = re.compile("[0-9a-f]{40}")
 DATA_FILE = re.compile(
     r"(?:.*/)?(?!dataset_infos?\.json$|dataset_dict\.json$|state\.json$)[^/]*\.(jsonl|ndjson|json|parquet|arrow)"
 )
-"""Path of a file of rows. Metadata of the `datasets` library are none."""
+"""Path of a file of rows. Metadata files of the `datasets` library do not match."""
 MODEL_FILE = re.compile(r"(additional_chat_templates/)?[^/]+\.(json|txt|model|jinja|tiktoken)")
 """Path of a file, other than weights, that belongs to a model in its repository."""
 
@@ -44,7 +44,7 @@ class HubInput:
     section: str
     """Key of the table that has the path."""
     table: dict[str, Any]
-    """The keys of that table; what is resolved is added."""
+    """Keys and values of the table at `section`; resolved values are added."""
     prefix: str
     """Prefix of the keys `path`, `revision` and so on."""
     repository: Literal["model", "dataset"]
@@ -75,7 +75,7 @@ class HubInput:
 
     @property
     def kinds(self) -> set[str]:
-        """What it is, as parts of a run name their inputs."""
+        """Kinds of input that the repository is, as parts of a run name them."""
         if self.repository == "model":
             return {"model"}
         return {"data", "conversations"} if self.get("kind") == "sft" else {"data"}
@@ -133,8 +133,8 @@ def take_recorded_commits(named: Sequence[HubInput], file: Path, model: type[Sec
 
 
 def from_cache(inputs: Collection[str]) -> Fetch:
-    """A `Fetch` for a part of a run: what the cache knows, of the `inputs` "model", "data" and, of the data,
-    "conversations"."""
+    """A `Fetch` for a part of a run: sets commits from the cache alone, for the `inputs` "model", "data" and, of the
+    data, "conversations"."""
 
     def fetch(named: Sequence[HubInput]) -> None:
         for each in named:
@@ -207,7 +207,7 @@ class Fetcher:
             named.set(commit=self._resolved[asked])
 
     def _fetch(self, named: HubInput, wanted: str) -> str:
-        """Fetch what is wanted; returns what of a model is left to fetch."""
+        """Fetch the files `wanted`; returns words for a model's files that are still to be fetched."""
         try:
             sizes, known = sizes_of(named)
             if named.repository == "dataset":
@@ -246,7 +246,7 @@ def sizes_of(named: HubInput) -> tuple[dict[str, int], bool]:
 
 
 def download(named: HubInput, sizes: Mapping[str, int], files: Sequence[str]) -> list[str]:
-    """Bring those of the `files` that the commit has into the cache; returns them."""
+    """Download the `files` that exist in the commit into the cache; returns these."""
     from huggingface_hub import snapshot_download
 
     there = [name for name in files if name in sizes]
@@ -385,7 +385,7 @@ def chosen(key: str, asked: str | None, known: Collection[str], preferred: Seque
 
 
 def mappings(value: Any) -> list[Mapping[str, Any]]:
-    """The mappings of a list in a card; a card is written by hand, and what is none is skipped."""
+    """The mappings in a list of a dataset card; other entries, as in a card with mistakes, are skipped."""
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 

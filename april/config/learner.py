@@ -176,7 +176,8 @@ class LearnerSection(Section):
     collective_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="Longest wait of a rank in a collective (seconds). A high value detects a dead rank late.",
+        description="Longest wait of a rank in a collective (seconds). A high value detects a dead rank late; a low "
+        "one ends ranks that wait for a slow one.",
     )
     max_restarts: int = Field(
         5,

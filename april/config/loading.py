@@ -89,7 +89,7 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def assign(table: dict[str, Any], name: str, value: Any) -> None:
-    """Set a key of a table; a changed path or revision has not the commit of the one before."""
+    """Set a key of a table; a changed path or revision removes the commit of the former one."""
     if table.get(name) != value and (of_hub := re.fullmatch(r"(eval_)?(path|revision)", name)):
         table.pop(f"{of_hub[1] or ''}commit", None)
     table[name] = value
@@ -369,8 +369,8 @@ def validate(tree: dict[str, Any], own_parts: Collection[str] = tuple(REGISTRIES
 
 def make_paths_absolute(tree: Any, folder: Path, given: Collection[str] | None = None) -> None:
     """Make the paths in a configuration's `tree` absolute in place; they are relative to `folder`. A name of a hub's
-    repository is left as it is, unless `folder` has such a file or folder. `given`: the texts that may be one, since
-    others were told from files where they stand; None for all."""
+    repository is left as it is, unless `folder` has such a file or folder. `given`: only these texts are looked for in
+    `folder`; None: all."""
     for _, table, model in tables(tree, Config):
         for name, field in model.model_fields.items():
             value, kinds = table.get(name), (field.annotation, *get_args(field.annotation))

@@ -72,7 +72,11 @@ class RewardSection(Section):
     processes: int = Field(
         1, ge=1, description="Verifier processes of each worker, or of each scorer. Each takes its own memory."
     )
-    memory_mb: int = Field(4096, ge=256, description="Largest address space of a verifier process (MiB).")
+    memory_mb: int = Field(
+        4096,
+        ge=256,
+        description="Largest address space of a verifier process (MiB). A low value fails verifiers that need more.",
+    )
     overlong_buffer_tokens: int = Field(
         0,
         ge=0,
@@ -112,7 +116,8 @@ class RewardSection(Section):
     code_memory_mb: int = Field(
         1024,
         ge=64,
-        description="Largest memory of a program that the verifier code runs, with all its child processes (MiB).",
+        description="Largest memory of a program that the verifier code runs, with all its child processes (MiB). A "
+        "low value stops programs that need more.",
     )
     code_isolation: Literal["best", "strict"] = Field(
         "best",
@@ -142,8 +147,8 @@ class RewardSection(Section):
         0.05,
         ge=0,
         le=1,
-        description="Largest share of prompts that may fail for good in a run that still counts as a success, by the "
-        "exit status of `april run`; 1: any.",
+        description="Largest share of prompts that may fail for good; above it `april run` ends with an exit status "
+        "of failure. A high value hides failures; 1: no limit.",
     )
     allowed: list[str] = Field(
         [],
@@ -197,7 +202,7 @@ def check_reward(reward: RewardSection, budget: int) -> None:
 
 
 def check_parts(reward: RewardSection) -> None:
-    """Refuse parts of the reward that nothing gives, and gates that are none."""
+    """Refuse parts of the reward that no verifier or penalty gives, and gates that are no parts."""
     if len(reward.part) > MAX_REWARD_DETAILS:
         refuse("reward.part", sorted(reward.part), f"has more than {MAX_REWARD_DETAILS} parts", "use fewer")
     for name, part in reward.part.items():

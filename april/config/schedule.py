@@ -38,8 +38,9 @@ class ScheduleSection(Section):
     )
     over_sampling_batch_size: Automatic = Field(
         None,
-        description="N': groups opened in a round (above N), or groups opened at a time (below N). At most (S + 1) N. "
-        "A larger N' idles less and trains older tokens. Unset: N; auto: chosen from response lengths.",
+        description="N': groups opened in a round or, below rollout_batch_size, at a time. At most (max_staleness + "
+        "1) * rollout_batch_size. A larger N' idles less and trains older tokens. Unset: rollout_batch_size; auto: "
+        "chosen from response lengths.",
     )
     n_samples_per_prompt: int = Field(
         8,
@@ -60,7 +61,7 @@ class ScheduleSection(Section):
         5,
         ge=0,
         description="S: largest age of a trained token (policy steps). A high value admits older tokens; a low one "
-        "makes workers wait, and limits N' and in_flight.",
+        "makes workers wait, and limits over_sampling_batch_size and in_flight.",
     )
     max_steps: int = Field(100, ge=1, le=MOST_STEPS, description="Batches to train, after which the run ends.")
     last_batch: Literal["train", "drop"] = Field(
@@ -72,7 +73,7 @@ class ScheduleSection(Section):
         None,
         ge=1,
         description="Samples that a group may shrink to when some fail for good, before the group is discarded. "
-        "Smaller groups give noisier advantages. Unset: n.",
+        "Smaller groups give noisier advantages. Unset: n_samples_per_prompt.",
     )
 
     dynamic_sampling: bool = Field(
@@ -101,8 +102,9 @@ class ScheduleSection(Section):
     )
     in_flight: Automatic = Field(
         None,
-        description="C: samples that schedule.kind = 'continuous' keeps in generation, at most (S + 1) N n. More "
-        "fill more decode slots and train older tokens. Unset: N' n; auto: chosen from response lengths.",
+        description="C: samples that schedule.kind = 'continuous' keeps in generation, at most (max_staleness + 1) "
+        "batches. More fill more decode slots and train older tokens. Unset: over_sampling_batch_size * "
+        "n_samples_per_prompt; auto: chosen from response lengths.",
     )
     migrate: bool = Field(
         False,
@@ -111,8 +113,8 @@ class ScheduleSection(Section):
     )
     scenario: Path | None = Field(
         None,
-        description="Scenario file of `april tune` with the costs and response lengths from which auto is chosen. "
-        "Unset: a plain cost model.",
+        description="Scenario file, as for `april tune`, with the costs and response lengths by which a key set to "
+        "auto gets its value. Unset: a plain cost model.",
     )
 
     @property

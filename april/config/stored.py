@@ -71,7 +71,7 @@ class StoredCheckpoints:
         return self.objects.url
 
     def steps(self) -> set[int]:
-        """Steps of the complete checkpoints."""
+        """Policy steps of the complete checkpoints."""
         return {step for _, step, names in self._folders() if CHECKSUMS_FILE in names}
 
     def checkpoint_sums(self, step: int) -> list[Sums]:

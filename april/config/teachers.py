@@ -101,8 +101,8 @@ def check_over_top_k(key: str, name: str, imported: bool = False) -> None:
 
 
 def check_hint(config: Config) -> None:
-    """Refuse a hint without a place for the prompt or its field, that teaches nothing, or in a run that cannot show
-    it, and a field that it has no place for."""
+    """Refuse a hint without {prompt}, with unknown or missing fields, without a divergence, or in a run that cannot
+    show it; and data.hint_key without {hint}."""
     key, hint, data = "algorithm.hint", config.algorithm.hint, config.data
     fields = [source.hint_key for source in data.train_sources if source.hint_key]
     if fields and "{hint}" not in hint:

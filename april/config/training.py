@@ -55,8 +55,8 @@ class AlgorithmSection(Section):
         1.0,
         gt=0,
         le=1,
-        description="Factor per turn with which later turns, and the reward of the response, count for a turn. A low "
-        "value credits a turn for itself alone.",
+        description="Discount per turn of later turns' rewards, and of the response's, in a turn's return. A low "
+        "value credits a turn for its own reward alone.",
     )
     loss: str = Field(
         "ppo",
@@ -271,8 +271,8 @@ class AlgorithmSection(Section):
         0.0,
         ge=0,
         le=1,
-        description="Factor per token with which later tokens count in the advantage of algorithm.distillation. 0: a "
-        "token answers for itself alone, which has least variance.",
+        description="Factor per token with which later tokens count in the advantage of algorithm.distillation. A "
+        "high value credits a token with more of what follows, with more variance; 0: with its own log-ratio alone.",
     )
     divergence: str = Field(
         "",

@@ -11,8 +11,7 @@ from april.util.registry import registry_of
 
 
 def check_snapshots(config: Config) -> None:
-    """Refuse keys of snapshots of weights where nobody reads any, snapshots that come too rarely, and a place for them
-    that is no store."""
+    """Refuse keys of weight snapshots that no worker reads, too long intervals, and an unusable `weights.folder`."""
     weights, schedule = config.weights, config.schedule
     check_snapshots_are_read(config)
     if weights.delta == "off" and weights.whole_every != WeightsSection().whole_every:

@@ -44,8 +44,8 @@ class WorkerSection(Section):
         512,
         ge=1,
         le=MAX_CHUNK_TOKENS,
-        description="New tokens of one sequence that are sent at once, before report_s is over. A killed worker loses "
-        "what it had not sent; a small value loads the broker.",
+        description="New tokens of one sequence that are sent without waiting for the end of report_s. A killed "
+        "worker loses what it had not sent; a small value loads the broker.",
     )
     unacked_mb: int = Field(
         64,
@@ -136,9 +136,9 @@ class EngineSection(Section):
     )
     pause: Literal["abort", "retract", "in_place"] = Field(
         "abort",
-        description="Treatment of running requests while weights change: abort and retract prefill their contexts "
-        "again, in_place keeps the KV cache of older weights, so that log-probabilities fit neither version. All but "
-        "abort need stream_tokens = 1.",
+        description="Treatment of running requests while weights change: abort ends them and submits them again, "
+        "retract lets them wait in the server; both prefill their contexts again. in_place keeps the KV cache of "
+        "older weights, so that log-probabilities fit neither version. All but abort need stream_tokens = 1.",
     )
     weights: Literal["disk", "tensor", "broadcast"] = Field(
         "disk",
@@ -239,7 +239,11 @@ class TeacherSection(Section):
         description="Name of the environment variable of scorers with the server's key, sent as a bearer token. Empty: "
         "none.",
     )
-    model: str = Field("", description="Name of the model at a server with several, as vllm and openai want it.")
+    model: str = Field(
+        "",
+        description="Name of the model that requests ask for, for a server that has several, such as vllm or openai. "
+        "Empty: none is named.",
+    )
     device: str = Field(
         "cpu",
         description="Device of a teacher in a model folder: cpu, or an accelerator as cuda:1, whose memory the "
@@ -273,7 +277,8 @@ class EnvironmentSection(Section):
     max_turn_tokens: int | None = Field(
         None,
         ge=1,
-        description="Sampled tokens after which a turn ends. Unset: all that is left of the response's budget.",
+        description="Sampled tokens after which a turn ends. A high value lets one turn use up the response's budget. "
+        "Unset: all that is left of that budget.",
     )
     max_observation_tokens: int = Field(
         512,
@@ -299,7 +304,11 @@ class EnvironmentSection(Section):
         "its end is left out in any case.",
     )
     processes: int = Field(1, ge=1, description="Environment processes of each worker. Each takes its own memory.")
-    memory_mb: int = Field(4096, ge=256, description="Largest address space of an environment process (MiB).")
+    memory_mb: int = Field(
+        4096,
+        ge=256,
+        description="Largest address space of an environment process (MiB). A low value fails calls that need more.",
+    )
 
 
 class AgentSection(Section):
@@ -324,7 +333,12 @@ class AgentSection(Section):
         description="An external harness requests sessions over HTTP; April starts no program. Sessions that nobody "
         "requests hold up their groups.",
     )
-    count: int = Field(1, ge=1, description="Agents processes that `april run` starts, each an HTTP server.")
+    count: int = Field(
+        1,
+        ge=1,
+        description="Processes for agent sessions that `april run` starts, each with its own HTTP server and agent "
+        "programs. Each takes its own memory.",
+    )
     sessions: int = Field(
         64,
         ge=1,
@@ -364,8 +378,8 @@ class AgentSection(Section):
     max_turn_tokens: int | None = Field(
         None,
         ge=1,
-        description="Longest answer to a request that names no limit (tokens). Unset: all that is left of the "
-        "response's budget.",
+        description="Longest answer to a request that names no limit (tokens). A high value lets one answer use up "
+        "the response's budget. Unset: all that is left of that budget.",
     )
     history: Literal["stored", "template"] = Field(
         "stored",

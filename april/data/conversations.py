@@ -1,8 +1,8 @@
 """Conversations for supervised training: a dataset row becomes token ids, and which of them are the assistant's.
 
 The tokens of a row are those of its text as a whole, as the chat template prints it. The assistant's are what the
-policy would have to sample: what follows the prompt of its turn, up to and including the token that ends the turn. A
-template that marks them ({% generation %}) is believed. Of any other the beginnings of the conversation are printed and
+policy would have to sample: what follows the prompt of its turn, up to and including the token that ends the turn.
+Marks of a template ({% generation %}) are relied on. Without them the beginnings of the conversation are printed and
 tokenised, and have to be beginnings of the whole. A row of which that is not certain is refused.
 """
 
@@ -235,7 +235,7 @@ class ConversationEncoder:
         return ids, [(begin, first, first) for begin, first in zip(begins, firsts, strict=False)]
 
     def _says(self, ids: list[int], message: Message) -> bool:
-        """Whether tokens say what a message says, but for thoughts."""
+        """Whether tokens decode to the text of a message, without its thoughts."""
         try:
             check_printed([message, NOTHING], self.tokenizer.decode(ids, keep_special=True))
         except BadMessages:

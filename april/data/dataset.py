@@ -276,7 +276,7 @@ def verifier_of(source: SourceSection) -> str | None:
 
 
 def base_mapping(source: SourceSection) -> Mapping:
-    """The mapping that a source names; for the user's own, that of what it returns."""
+    """The mapping that a source names; for a user's own, the mapping of the rows that it returns."""
     return OWN_MAPPING if is_own_mapping(source.mapping) else MAPPINGS[source.mapping or "plain"]
 
 

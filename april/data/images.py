@@ -1,4 +1,4 @@
-"""The preparation of a picture, once, for everybody who reads it later: engine, learner, server and dashboard.
+"""The preparation of a picture, once, for all later readers: engine, learner, server and dashboard.
 
 A picture in any common format becomes a PNG of the size at which the model's image processor takes it as it is, so
 that all of them see equal pixels. The file's sha256 is the image's name. Needs Pillow, and no torch.
@@ -24,7 +24,7 @@ SOURCE_PIXELS = 64 << 20
 PROMPT_IMAGES = 64
 """Most images of a prompt."""
 ASPECT_RATIO = 200
-"""Most times that a picture may be longer than it is wide, or wider than long; that of Qwen's image processors."""
+"""Largest ratio of a picture's longer to its shorter side, as of Qwen's image processors."""
 PNG_BYTES = 64 << 20
 """Largest prepared file (bytes)."""
 PNG_HEAD_BYTES = 24
@@ -110,7 +110,7 @@ class PreparedImage:
 def prepare(source: bytes, rule: ImageRule) -> PreparedImage:
     """Prepare a picture for a model: upright by its EXIF data, RGB with transparent parts white, resized by `rule`.
 
-    `source`: the bytes of its file. Raises BadRow for what is no picture, and for one that is too large or too narrow.
+    `source`: the bytes of its file. Raises BadRow for a file that is no picture, or one too large or too narrow.
     """
     if len(source) > SOURCE_BYTES:
         raise BadRow(f"an image has {len(source):,} bytes, more than {SOURCE_BYTES:,}; save it smaller")

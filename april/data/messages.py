@@ -1,4 +1,4 @@
-"""Chat messages: their canonical form, and the proof that a chat template prints what they say.
+"""Chat messages: their canonical form, and the check that a chat template prints all of their content.
 
 Both the rows of a dataset and the messages of an agent's calls come in many spellings. Templates print only some of
 them: text that stands in a list of parts, or under a role that a template does not know, vanishes without an error.
@@ -157,7 +157,7 @@ def check_printed(messages: list[Message], printed: str) -> None:
 
 
 def _missing(numbered: list[tuple[int, Message]], whole: str, last: Message) -> str:
-    """The first text of messages that does not stand behind what the messages before it say; empty if all do."""
+    """The first text of messages that is not printed after the texts of earlier messages; empty if all are."""
     at = 0
     for number, message in numbered:
         start = at

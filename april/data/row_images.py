@@ -29,7 +29,7 @@ DATA_URL = "data:"
 
 
 def find_images(record: Any, mapping: Mapping) -> list[Any]:
-    """The images in the column of a record, as they stand there, without empty cells; none without a column."""
+    """The images in the column of a record, in its own form, without empty cells; none without a column."""
     if not isinstance(record, dict):
         return []
     for key in mapping.images:

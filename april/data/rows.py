@@ -208,7 +208,7 @@ def checked_hint(record: dict, key: str) -> str:
 
 
 PLACEHOLDER = re.compile(r"\{(label|hint|feedback)\}")
-"""Regular expression for what `algorithm.hint` says of a row and of a response, beside its prompt."""
+"""Regular expression for the fields of `algorithm.hint` other than {prompt}."""
 
 
 def hinted_prompt(row: DatasetRow, template: str, feedback: str = "") -> str | list[dict]:

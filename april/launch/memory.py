@@ -79,7 +79,7 @@ def read_shape(folder: Path) -> ModelShape | None:
 
 def has_tensors(folder: Path, shape: Mapping[str, Any]) -> bool:
     """Whether all layers of a Llama-shaped model have full attention, and its matrices are there, in the shapes that
-    its config.json gives. Of those of a stand-in without any tensor, as in tests of configurations, nothing is said."""
+    its config.json gives. A stand-in folder without any tensor passes, as in tests of configurations."""
     found = {tensor.name: list(tensor.shape) for tensor in all_tensors(folder)}
     try:
         hidden, inner, heads = (shape[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
@@ -147,7 +147,7 @@ def whole_parameters(config: Config) -> int:
 
 
 def saved_by_base(config: Config, parameters: int) -> float:
-    """Bytes by which `lora.base` makes frozen weights smaller than fp32, of a model of so many parameters."""
+    """Bytes by which `lora.base` makes frozen weights smaller than fp32, of a model of `parameters` parameters."""
     if config.lora.base == "fp32":
         return 0.0
     matrices = layer_matrices(config.model.path) if config.lora.base == "nf4" else []

@@ -63,14 +63,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a run takes on an accelerator of the learner, and on one of an engine, by what they are for."""
+    """Bytes that a run takes on an accelerator of the learner, and on one of an engine, by purpose."""
 
     learner: Mapping[str, float]
     engine: Mapping[str, float]
     shared: bool
-    """Whether they have the same accelerators."""
+    """Whether learner and engines are on the same accelerators."""
     time_shared: bool
-    """Whether only one of them has its memory at a time."""
+    """Whether learner and engines use the accelerators' memory in turn."""
 
     @property
     def least(self) -> float:

@@ -63,7 +63,7 @@ class Algorithms:
         self.used = [self.objectives[number] for number in sorted({*self.of_source})]
         """The objectives that train samples."""
         self.passes = list(dict.fromkeys(scoring for each in self.used for scoring in each.passes))
-        """The scoring passes of any of them."""
+        """The scoring passes that any of these objectives needs."""
         turn_rewards = {self.objectives[number].section.turn_reward for number in self.of_source}
         self.turn_reward = turn_rewards.pop() if len(turn_rewards) == 1 else ""
         """The token score that is the reward of turns in all sources; "" if it is another in some, whose figures are

@@ -244,8 +244,8 @@ WRITER = re.compile(r"__(\d+)_.*")
 
 
 class CheckpointCopies:
-    """Copies of checkpoints: what a mechanism does not override, it has nothing to do for. Every method except `export`
-    is collective."""
+    """Base class of the ways to keep copies of checkpoints; its methods do nothing. Every method except `export` is
+    collective."""
 
     on_disks = 1
     """Number of disks on which each file is kept, if there are that many disks."""

@@ -78,7 +78,7 @@ def in_bf16(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def packed_columns(columns: int) -> int:
-    """Bytes of a packed row of so many values."""
+    """Bytes of a packed row of `columns` values."""
     return columns // 2 + columns // BLOCK * SCALE_BYTES
 
 

@@ -52,7 +52,7 @@ class TopKDivergence:
         return micro if pairs is None or divergence is None else replace(micro, divergence=cls(pairs, divergence))
 
     def part(self, targets: slice) -> "TopKDivergence":
-        """That of some of the targets."""
+        """The divergence of some of the targets."""
         return replace(self, pairs=self.pairs[targets])
 
     def __call__(self, policy: HeadInputs) -> Tensor:

@@ -27,7 +27,7 @@ STORE_FILE = "APRIL_RANKS_STORE"
 """Environment variable with the path of the file in which the ranks meet (`dist.FileStore`), in a folder of mode 0700;
 each start of the ranks has a new one."""
 FOLDER = "april-ranks-"
-"""First part of that folder's name."""
+"""First part of the name of the folder in which ranks meet."""
 SETTLED_S = 60.0
 """Age from which an unlocked folder has no launcher, seconds."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"

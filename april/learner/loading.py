@@ -153,7 +153,7 @@ class LogitMap:
 
 
 class BodyOutput(tuple):
-    """Stands for what a model's body returns, of which only the first field, the hidden states, is something."""
+    """Stands in for the output of a model's body; only the first field, the hidden states, has a value."""
 
     def __getattr__(self, name: str) -> Any:
         return self[0] if name == "last_hidden_state" else None

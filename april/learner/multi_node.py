@@ -101,7 +101,7 @@ class BrokerTalk(threading.Thread):
 
     @property
     def is_newer(self) -> bool:
-        """Whether all machines begin anew."""
+        """Whether a newer start was announced, so that all machines restart their ranks."""
         return self.told.start > self.joined
 
 
@@ -118,9 +118,9 @@ def store_address(config: Config, broker: str) -> str:
 
 
 def serve_store(address: str, broker: BrokerTalk, options: argparse.Namespace) -> Any:
-    """Serve the machines' store at `address`, HOST:PORT, and have the broker told, on machine 0; nothing elsewhere. The
-    store ends with the object returned. Where `--meeting` says how others reach this machine, only its port is used
-    here: its host may be a service's, or this machine's own name for itself. Raises OSError."""
+    """Serve the machines' store at `address`, HOST:PORT, and announce it to the broker, on machine 0; other machines do
+    nothing. The store ends with the object returned. Where `--meeting` says how others reach this machine, only its
+    port is used here: its host may be a service's, or this machine's own name for itself. Raises OSError."""
     if options.node:
         return None
     from april.weights import channel

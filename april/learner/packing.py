@@ -243,8 +243,8 @@ def pack_support(samples: list[TrainSample], device: torch.device) -> PackedSupp
 
 
 def top_pairs(samples: list[TrainSample], teachers: Collection[str]) -> np.ndarray:
-    """Pairs (id, log-probability) of the most likely ids that teachers told of the K sampled tokens of samples, float32
-    [K, k, 2]; NaN where one told fewer, or none."""
+    """Pairs (id, log-probability) of the ids that teachers find most likely at the K sampled tokens of samples, float32
+    [K, k, 2]; NaN where a teacher gave fewer, or none."""
     names = {top_k_score(teacher) for teacher in teachers}
     told = [
         next((values for name, values in sample.token_scores.items() if name in names), np.zeros((0, 0)))

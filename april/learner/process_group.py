@@ -44,7 +44,7 @@ def join(section: LearnerSection) -> torch.device:
 
 
 def is_on_one_machine() -> bool:
-    """Whether all ranks are on this machine, by what the launcher says."""
+    """Whether all ranks are on this machine, by the launcher's environment variables."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 

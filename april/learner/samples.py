@@ -101,8 +101,8 @@ def schema(token_scores: bool = False, sources: bool = False, feedback: bool = F
 
 
 class SampleWriter:
-    """Writes samples on rank 0. An error is logged and never ends the run; one of the system costs the samples of its
-    step, any other ends the writing."""
+    """Writes samples on rank 0. An exception is logged and never ends the run: an OSError loses the samples of its
+    step, any other ends the writing of samples."""
 
     def __init__(self, config: Config):
         self.section, self.seed, self.model = config.samples, config.seed, config.model.path

@@ -1,5 +1,5 @@
 """Snapshots of weights for workers that read them (`weights.transport` = "pull"): each rank of the learner gathers a
-part of a version and writes it while the next step trains; rank 0 adds the small files and has the broker told."""
+part of a version and writes it while the next step trains; rank 0 adds the small files and tells the broker."""
 
 import logging
 import re
@@ -57,8 +57,8 @@ class SnapshotWriting:
         """This rank's part of the snapshot written last, if the next one is a delta to it. A learner that is started
         again has none, so it begins with a whole snapshot."""
         self._chains: list[list[WeightFolder]] = []
-        """The last snapshots that the broker has been told of, at most `KEPT`, each behind those that it rests on; only
-        on rank 0."""
+        """The last snapshots announced to the broker, at most `KEPT`, each preceded by those that it is a delta to;
+        only on rank 0."""
         self._writing: Future[dict[str, float]] | None = None
         problem = self._problem() if dist.get_rank() == 0 else ""
         if reason := all_gather_values(problem, str, self.group)[0]:
@@ -68,7 +68,7 @@ class SnapshotWriting:
 
     @classmethod
     def start(cls, config: Config, tell: Callable[[WeightFolder], None] | None) -> "SnapshotWriting | None":
-        """None unless workers read snapshots. Collective."""
+        """Make the writer of snapshots; None if the transport has none. Collective."""
         return cls(config, tell) if TRANSPORTS.find(config.weights.transport).pulls else None
 
     def _problem(self) -> str:

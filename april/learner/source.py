@@ -60,7 +60,7 @@ class BrokerSource:
         with_conversations: Callable[[TrainingBatch], TrainingBatch] | None = None,
     ):
         """`keeps_samples` (step -> bool): whether samples of that step are stored for reading; None: no samples are.
-        `with_conversations` adds to a batch what is trained beside its samples; None: nothing is."""
+        `with_conversations` adds to a batch the conversations trained beside its samples; None: there are none."""
         self.weights_address, self.keeps_samples = weights_address, keeps_samples
         self.with_conversations = with_conversations
         self.leftover: list[ReceivedGroup] = []

@@ -96,7 +96,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
         return cls(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tuple(held.size), dtype, is_whole)
 
     def item(self) -> WriteItem:
-        """The same in torch's words. Raises ValueError if there is no such dtype."""
+        """The shard as torch's `WriteItem`. Raises ValueError if there is no such dtype."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a rank has a tensor of {self.dtype!r}, which is no dtype")
@@ -129,7 +129,7 @@ class StoredShard(msgspec.Struct, frozen=True, array_like=True):
         return cls(index.fqn, offset, index.index, *place, result.size_in_bytes)
 
     def result(self) -> WriteResult:
-        """The same in torch's words."""
+        """The stored shard as torch's `WriteResult`."""
         index = MetadataIndex(self.name, self.offset, self.place)
         return WriteResult(index, self.tensor_bytes, _StorageInfo(self.file, self.start, self.length))
 

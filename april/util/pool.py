@@ -190,7 +190,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
                 self._error = error
 
     def _hand_out(self) -> bool:
-        """Do what is due, then wait until something else is; False once the pool is closed."""
+        """Hand out all due work, then wait for more; returns False once the pool is closed."""
         waits = select.poll()
         with self._lock:
             if self._closed:

@@ -159,7 +159,7 @@ def upstreams(channel: WeightChannel) -> Iterator[WeightChannel]:
 
 
 def unlink(channel: WeightChannel) -> None:
-    """Cut a channel off the one before it."""
+    """Detach a channel from the one before it in its chain."""
     if channel.upstream:
         channel.upstream.downstream = None
     channel.upstream, channel.is_linked, channel.link = None, False, ""
@@ -196,8 +196,8 @@ class ChainLinks:
 
     @contextlib.contextmanager
     def forwarding(self, sender: int, deadline: float) -> "Iterator[Received | None]":
-        """A function that forwards what has arrived of a rank's part, in order; None if there is no next worker. That
-        one finds out if it fails: this one does not wait for it."""
+        """A function that forwards what has arrived of a rank's part, in order; None if there is no next worker. The
+        next worker notices a failure by itself; this one does not wait for it."""
         arrived: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         meeting = self._downstream[sender] if sender < len(self._downstream) else None
         if meeting:

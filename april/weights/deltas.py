@@ -82,8 +82,7 @@ def apply_delta(
     data: Tensor, base: Mapping[str, Tensor], buffers: ReusedBuffers, part: WeightPart | None = None
 ) -> dict[str, Tensor]:
     """The tensors that a file of deltas, uint8 [bytes], makes of `base`, which stays as it is. Raises SnapshotError if
-    they are not the learner's, or not those of `part`, which comes from who vouches for them if the file itself may be
-    anybody's."""
+    they are not the learner's, or not those of `part`, a trusted description for a file that is not."""
     content = memoryview(data.numpy())
     try:
         (length,) = LENGTH.unpack(content[: LENGTH.size])
@@ -140,7 +139,7 @@ def blocks(values: np.ndarray) -> Iterator[slice]:
 
 
 def encode(new: np.ndarray, old: np.ndarray | None) -> tuple[str, bytes]:
-    """Form and payload of a block."""
+    """Encode a block as a delta from `old`, or whole; returns (form, payload)."""
     zstd = zstandard.ZstdCompressor(LEVEL)
     if old is None:
         return WHOLE, zstd.compress(planes(new))

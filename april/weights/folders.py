@@ -151,7 +151,7 @@ class SnapshotFolders:
         chain: Sequence[WeightFolder] = (),
     ) -> WeightFolder:
         """Write the small files once all ranks have written theirs. `others`: content of the model folder's other
-        files, by name. `chain`: the snapshots that a delta rests on, from the whole one to its base."""
+        files, by name. `chain`: the snapshots that a delta depends on, from the whole one to its base."""
         weight_map = {tensor: file.name for file in files for tensor in file.tensors}
         index = {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": weight_map}
         small = {**others, INDEX_FILE: orjson.dumps(index, option=orjson.OPT_INDENT_2)}
@@ -189,7 +189,7 @@ class SnapshotFolders:
     # --- reading --------------------------------------------------------------------------------------------
 
     def chain(self, folder: WeightFolder) -> list[WeightFolder]:
-        """The snapshots that a delta rests on, from the whole one to its base; none for a whole one."""
+        """The snapshots that a delta depends on, from the whole one to its base; none for a whole one."""
         return self._chain(folder, self._checksums(folder))
 
     def _chain(self, folder: WeightFolder, sums: Sums) -> list[WeightFolder]:

@@ -87,7 +87,7 @@ class DeltaBases:
     """Gives each version that a rank publishes its delta to the version before."""
 
     def __init__(self, delta: str):
-        """`delta`: `weights.delta`."""
+        """`delta`: value of `weights.delta`."""
         self.are_kept = delta != "off"
         self._last: Snapshot | None = None
         self._delta: PartDelta | None = None

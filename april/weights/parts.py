@@ -75,13 +75,13 @@ class SendPart(SendingCommand, frozen=True):
 
 
 class CloseLink(SendingCommand, frozen=True):
-    """The channel has ended."""
+    """Close the link of a channel that has ended."""
 
     channel: str
 
 
 class WithdrawPart(SendingCommand, frozen=True):
-    """No channel begins to send the newest version any more: the next one is to be made in its memory."""
+    """Start no further transfer of the newest version: the next one is made in its memory."""
 
 
 class EndSending(SendingCommand, frozen=True):

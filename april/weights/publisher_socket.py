@@ -84,7 +84,7 @@ class PublisherSocket:
             os.write(self._wake_writer, b"x")
 
     def free(self) -> None:
-        """Free what is held, once all threads have ended."""
+        """Close the descriptors of the wake-up pipe, once all threads have ended."""
         if self._wake_writer != CLOSED:
             os.close(self._wake_reader)
             os.close(self._wake_writer)

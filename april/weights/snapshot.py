@@ -52,7 +52,7 @@ class Snapshot:
     others: tuple[WeightPart, ...] = ()
     """The parts of the same version that the learner's other ranks hold; only on rank 0."""
     server_checksums: Mapping[str, str] = field(default_factory=dict)
-    """Expected checksums of the tensors in an inference server, if all parts have said them."""
+    """Expected checksums of the tensors in an inference server, if all parts have reported them."""
 
     @property
     def part(self) -> WeightPart:

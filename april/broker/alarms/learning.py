@@ -1,4 +1,4 @@
-"""Alarms about learning: what is trained, how much each token counts in it, and what becomes of the policy."""
+"""Alarms about learning: what is trained, how much each token counts in it, and how the policy changes."""
 
 from typing import Any, ClassVar
 

@@ -78,7 +78,7 @@ class EngineGapAlarm(Alarm):
     """Largest allowed mean gap where the learner has not measured what rounding does, as a multiple of the largest mean
     gap of any worker in the run's first batch."""
     least, most = 1e-4, 0.6
-    """Bounds of that limit in nats: what the weight check allows in float32 and in 8 bits."""
+    """Bounds of the largest allowed gap in nats: what the weight check allows in float32 and in 8 bits."""
     least_tokens = 100
     """Fewest tokens for which a worker's mean gap is judged."""
 
@@ -164,7 +164,7 @@ def slots_while_waiting(record: dict[str, Any]) -> tuple[dict[str, float], float
 @shipped("starved_engines")
 class StarvedEnginesAlarm(Alarm):
     """Raised when less than 20 % of the slots were busy, while the learner waited for more than half of its time; steps
-    of less than a second say nothing."""
+    of less than a second are not judged."""
 
     steps_in_a_row = 3
     threshold = 0.2

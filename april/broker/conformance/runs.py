@@ -106,7 +106,7 @@ def run_to_the_end(
 
 
 def progress(ledger: Ledger) -> tuple[int, ...]:
-    """Numbers of which one grows whenever anything but generation goes on in a run."""
+    """Counters of a run's progress apart from generated tokens; a run in which none grows stands still."""
     steps = ledger.steps
     return ledger.serials.last_lease_id, ledger.rounds.number, steps.next, steps.consumed, len(ledger.ready)
 

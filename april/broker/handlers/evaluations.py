@@ -1,4 +1,4 @@
-"""Runs the evaluations of the learner's weights on held-out prompts, each on the one version that it is of."""
+"""Runs the evaluations of the learner's weights on held-out prompts, each under a single version."""
 
 import logging
 from collections import defaultdict
@@ -103,7 +103,8 @@ class Evaluations:
         ]
 
     def watch(self, now: float) -> None:
-        """End what can no longer be generated under the version of its evaluation, and measure what the others cost."""
+        """Discard or restart evaluations that cannot finish under their version, and count the slots that others hold
+        idle."""
         elapsed_s, self._watched_at = now - (self._watched_at or now), now
         for step, groups in list(self.ledger.evaluations.items()):
             overtaken = self._is_overtaken(step)

@@ -1,5 +1,5 @@
-"""Sends images to workers and the learner, and takes those that agents processes bring for their turns, or the learner
-for the prompts that it submits."""
+"""Sends images to workers and the learner, and receives images: from agents processes for their turns, from the learner
+for submitted prompts."""
 
 import re
 from typing import Any
@@ -17,7 +17,7 @@ IMAGE_NAME = re.compile("[0-9a-f]{64}")
 PART_BYTES = 4 << 20
 """Bytes of images in one answer; it ends with the image that reaches them."""
 UNREAD_CREDITS = 2
-"""Unread bytes at which a peer gets no more images, in its credits: what else it is sent may use up one of them."""
+"""Unread bytes, in credits (`broker.credit_mb`), from which a peer gets no more images; other messages may fill one."""
 
 
 def send_images(handler: Any, peer: Peer, received: wire.Received, now: float) -> None:
@@ -69,7 +69,7 @@ def take_image(handler: Any, peer: Peer, received: wire.Received, now: float) ->
 
 
 def fault_of(name: str, png: bytes, tokenizer: Any) -> str:
-    """Why a file is not the image that it is said to be, prepared for the policy; "" if it is."""
+    """Why a file is not the named image, prepared for the policy; "" if it is."""
     if name_of(png) != name:
         return "its name is not the sha256 of the file"
     try:

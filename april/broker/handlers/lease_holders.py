@@ -336,7 +336,7 @@ def value_count(scored: wire.TokenScored) -> int:
 
 
 def joined_values(peer: Peer, scored: wire.TokenScored, values: bytes) -> bytes | None:
-    """The values of a closing up to those of this report, float32; None if they do not follow those before."""
+    """The token-score values of a closing received so far, float32; None if this report does not continue the last."""
     (lease_id, before), peer.token_scores = peer.token_scores, (0, b"")
     if not scored.start:
         return values
@@ -363,7 +363,7 @@ def token_score_fault(scored: wire.Scored, samples: Sequence[Sample], values: by
 
 
 def fits(count: int, sample: Sample) -> bool:
-    """Whether a token score of so many values is for each turn or token of a response, with some for each token."""
+    """Whether a token score with `count` values has one for each turn, or as many for each token of the response."""
     each, rest = divmod(count, sample.length) if sample.length else (count, 0)
     return count in (sample.length, sample.turns) or (1 <= each <= limits.MAX_VALUES_PER_TOKEN and not rest)
 

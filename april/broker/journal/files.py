@@ -46,7 +46,7 @@ class Damaged(JournalError):
     `record`."""
 
     is_of_journal = True
-    """Whether the bytes are the journal's, so that nothing is written until someone has seen to it."""
+    """Whether the bytes belong to the journal itself: nothing is then written until an operator has dealt with it."""
 
     def __init__(self, text: str, record: int = -1, offset: int = 0):
         super().__init__(text)
@@ -54,8 +54,8 @@ class Damaged(JournalError):
 
 
 class Unreadable(JournalError):
-    """Raised if the system refuses to read `size` bytes at `offset` of the journal file at `path`, though tried again.
-    They may be whole: nothing is discarded for it."""
+    """Raised if the system refuses to read `size` bytes at `offset` of the journal file at `path`, also when retried.
+    The bytes may be intact, so nothing is discarded."""
 
     def __init__(self, path: Path, size: int, offset: int, error: OSError):
         super().__init__(f"journal file {path} cannot be read ({error}); its reads are tried again", error.errno)

@@ -19,7 +19,7 @@ class Verdict(StrEnum):
     """Something that must come first is missing, such as earlier tokens of the response."""
     FENCED = "fenced"
     """The lease is not current or belongs to another holder, or the policy version is older than that of accepted
-    tokens, or not the one that the sample's evaluation is of."""
+    tokens, or not that of the sample's evaluation."""
     INVALID = "invalid"
     DROPPED = "dropped"
     """An earlier row of the same lease was not accepted."""
@@ -84,7 +84,7 @@ def accepted_images(
 
 
 def is_of_another_evaluation(ledger: LedgerState, lease: Lease, row: ReportRow) -> bool:
-    """Whether a row has held-out tokens under another version than the one that their evaluation is of."""
+    """Whether a row has held-out tokens under another version than their evaluation's."""
     group = lease.sample.group
     version = Version(row.incarnation, row.step)
     return group.evaluation and not (row.step == group.opened_at and ledger.may_evaluate(version))

@@ -15,7 +15,7 @@ class PromptCursor(msgspec.Struct):
     submitted: dict[int, Any] = {}
     """Journal references of the submitted prompts that are still needed, by row."""
     images: dict[int, list[str]] = {}
-    """Names of the images of those of them that have some, by row."""
+    """Image names of each submitted prompt with images, by row."""
 
     def forget(self, row: int) -> None:
         """Forget a submitted prompt that will not be needed again; other rows are passed over."""

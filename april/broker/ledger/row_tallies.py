@@ -14,7 +14,7 @@ from april.broker.ledger.samples import Group
 NEVER = -1
 """Number of the last draw of a row that was never drawn."""
 BLANK = {"last": NEVER, "known": 0, "accuracy": 0.0, "spread": 0.0}
-"""The columns, with what they have for such a row."""
+"""Columns of the tallies, with their values for a row that was never drawn."""
 
 
 class RowTallies:
@@ -38,7 +38,7 @@ class RowTallies:
         self.known = np.frombuffer(known, "<i8")
         """Number of complete groups of each row; int64 [n]."""
         self.accuracy = np.frombuffer(accuracy, "<f8")
-        """Weighted mean accuracy of each row's complete groups, of which each counts as much as all before it; float64
+        """Weighted mean accuracy of each row's complete groups, of which each weighs as much as all before it; float64
         [n]."""
         self.spread = np.frombuffer(spread, "<f8")
         """Mean standard deviation of the rewards in each row's complete groups, weighted like `accuracy`; float64
@@ -72,8 +72,8 @@ class RowTallies:
             self.complete(group.number, accuracies, rewards)
 
     def first(self, rows: int) -> "RowTallies":
-        """The columns of so many rows, those of rows that were never drawn included: views, which follow later draws
-        and results until a larger row is drawn, and cannot be written to."""
+        """The columns of the first `rows` rows, drawn or not: views, which follow later draws and results until a
+        larger row is drawn, and cannot be written to."""
         self._hold(rows)
         found = RowTallies()
         found.draws, found.results = self.draws, self.results
@@ -88,7 +88,7 @@ class RowTallies:
         self._stored_rows = max(self._stored_rows, row + 1)
 
     def _hold(self, rows: int) -> None:
-        """Make the columns writable, and long enough for so many rows: by a power of two, so that they seldom grow."""
+        """Make the columns writable, and long enough for `rows` rows: by a power of two, so that they seldom grow."""
         if rows <= len(self.last) and self.last.flags.writeable:
             return
         length = max(len(self.last), 1 << max(0, rows - 1).bit_length())

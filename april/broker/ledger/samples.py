@@ -34,7 +34,7 @@ TO_GENERATE = (SampleState.WAITING, SampleState.PARTIAL)
 UNFINISHED = (*TO_GENERATE, SampleState.LEASED, SampleState.ACTING)
 ENDED = (SampleState.DONE, SampleState.DEAD)
 NOT_EVALUATED = "not_evaluated"
-"""Discard reason of a held-out group that could not be generated under the version that its evaluation is of."""
+"""Discard reason of a held-out group that could not be generated under the version of its evaluation."""
 
 
 class NoAgentDefaults:

@@ -145,7 +145,7 @@ class Observer(Protocol):
 
 
 class NoObserver:
-    """The observer of a ledger that nothing follows."""
+    """Observer that ignores all events."""
 
     def record(self, event: events.Event) -> None:
         pass

@@ -42,7 +42,7 @@ class SampledOrder(PromptOrder):
         self._unusable = np.zeros(rows, bool)
         self._positions = lru_cache(maxsize=2)(self._first_positions)
         self._chosen: tuple[Any, Cursor] | None = None
-        """The last choice, and the state that it was made in."""
+        """(state, result) of the last call of `choose`; reused while the state is the same."""
 
     def choose(self, tallies: RowTallies, cursor: Cursor) -> Cursor:
         """(epoch, position in the epoch's seeded order) of the prompt to draw, where `cursor` is (epoch, prompts drawn
@@ -100,8 +100,8 @@ def draws_in_order(section: ScheduleSection) -> bool:
 
 
 def check_sampler(section: ScheduleSection, submitted: bool) -> None:
-    """Raises ConfigError for a sampler that cannot be found, or used: on three rows, or where a trainer brings the
-    prompts (`submitted`)."""
+    """Raises ConfigError for a sampler that cannot be found, fails on three rows, or has no rows to choose from
+    (`submitted`: the trainer submits the prompts)."""
     if draws_in_order(section):
         return
     if submitted:

@@ -20,7 +20,7 @@ MOST_PER_REASON, MOST_PER_STEP = 2, 16
 MOST_HELD_OUT = 8
 """Most held-out prompts of an evaluation set whose samples are kept of each evaluation."""
 MOST_HELD_OUT_TOKENS = 1 << 20
-"""Most response tokens of these samples, which all come with one batch."""
+"""Most response tokens of logged held-out samples, which all come with one batch."""
 MOST_BYTES = 16 << 20
 """Most bytes of the groups of all steps together. A group beyond the limit is not kept, rather than an older one
 dropped, so that a replayed step has the same groups."""

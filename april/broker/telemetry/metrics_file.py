@@ -54,7 +54,7 @@ class StepSums(msgspec.Struct):
     """Conversations that were trained beside samples; like `sft_tokens`, without those of steps that were not
     finite."""
     sft_tokens: int = 0
-    """Trained tokens of these conversations."""
+    """Trained tokens of conversations."""
     sft_too_long: int = 0
     sft_bad_rows: int = 0
     """Conversations of the same steps that were left out, as too long or as bad."""

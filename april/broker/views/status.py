@@ -36,27 +36,27 @@ class WorkerStatus(HolderStatus, frozen=True, kw_only=True):
 
     uid: str
     version: str
-    """Policy version of its weights; "loading" before the first."""
+    """Policy version of the worker's weights; "loading" before the first."""
     policy_step: int | None
     slots: int
     """Samples that it generates at once: its capacity without the samples that it prefetches."""
     tokens_per_s: float
-    """Tokens accepted from it per second, in the last seconds."""
+    """Tokens accepted from the worker per second, in the last seconds."""
     acknowledged: int
-    """Tokens that it has been told to be on disk."""
+    """Tokens that the broker has acknowledged to the worker as on disk."""
     gap: dict[str, float] | None
-    """Its entry of `RunStatus.engine_gaps`."""
+    """The worker's entry of `RunStatus.engine_gaps`."""
     does: dict[str, Any] | None
-    """Use of its slots, as `slot_usage` describes it; None in a status without the bottleneck."""
+    """Use of the worker's slots, as `slot_usage` describes it; None in a status without the bottleneck."""
     loop: dict[str, Any] | None
-    """Position of its main loop, as `loop_state` describes it."""
+    """Position of the worker's main loop, as `loop_state` describes it."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Status of a run at one moment. It is not changed afterwards, so that other threads may read it."""
 
     at: float
-    """Time at which it was read, Unix seconds."""
+    """Time at which the status was read, Unix seconds."""
     run: str
     state: str
     over: str

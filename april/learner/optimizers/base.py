@@ -54,7 +54,7 @@ class PartOptimizer(ABC):
 
     @abstractmethod
     def restore(self, steps: int) -> None:
-        """Forget everything, and allocate the moments of an optimizer that has made so many steps."""
+        """Forget everything, and allocate the moments of an optimizer that has made `steps` steps."""
 
     def loaded(self) -> None:  # noqa: B027
         """Take over the values that were loaded into the moments after `restore`, unless those are the optimizer's
@@ -73,7 +73,7 @@ class ShardOptimizer(PartOptimizer):
     names: Sequence[str]
     """Names of the tensors of a parameter's shape in the inner optimizer's state."""
     counts = True
-    """Whether that state has the number of steps, as a tensor `step`."""
+    """Whether the inner optimizer's state has the number of steps, as a tensor `step`."""
 
     def __init__(self, trained: Trained, lr: float, section: LearnerSection):
         super().__init__(trained, lr, section)

@@ -34,9 +34,9 @@ LENGTHS = (6, 72, 12)
 """Lengths of the sequences that are packed, in tokens; a model is passed all but the last one of each."""
 PASSED = sum(LENGTHS) - len(LENGTHS)
 TOLERANCE, ROUNDINGS = 1e-4, 4.0
-"""Largest difference of a log-probability (nats), and of a gradient, relative to its tensor's largest, that is put down
-to rounding without a look; a larger one, but from the same pass once more, has to be within so many times what rounding
-makes of transformers' own pass: its difference from that in float64."""
+"""Differences from transformers' pass up to TOLERANCE count as rounding: of a log-probability in nats, of a gradient
+relative to its tensor's largest. Larger ones are allowed up to ROUNDINGS times the difference of transformers' own pass
+from that in float64, but not between two equal passes."""
 ROUNDED = 0.5
 """Largest mean difference, nats, that rounding to bfloat16 may make of log-probabilities."""
 SMALL = 1e-3
@@ -102,8 +102,8 @@ def is_of_machine(error: Exception) -> bool:
 
 
 def compared(model: PreTrainedModel, recompute: bool = False, bf16: bool = True) -> str:
-    """The objection to an architecture, by a small model of it; empty if the learner computes what it does, and with
-    `bf16` something near it in bfloat16."""
+    """The objection to an architecture, found on a small model of it; empty if the learner's pass equals transformers'
+    and, with `bf16`, comes near it in bfloat16."""
     chance = torch.Generator().manual_seed(0)
     sequences = [
         torch.randint(3, model.get_input_embeddings().weight.shape[0], (n,), generator=chance) for n in LENGTHS

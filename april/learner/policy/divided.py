@@ -21,7 +21,7 @@ from april.util.errors import NotTried
 from april.util.text import first_line
 
 APART = 1e-3
-"""Largest difference of a log-probability that is put down to rounding, nats."""
+"""Largest difference of a log-probability that counts as rounding, nats."""
 MEETING_S = 300.0
 """Longest wait of a thread for the others, seconds."""
 
@@ -51,7 +51,7 @@ def objection_to_division(folder: Path, size: int) -> str:
 
 
 def by_threads(policy: Policy, size: int) -> Tensor:
-    """Log-probabilities [K] of sequences whose row is shared by so many threads."""
+    """Log-probabilities [K] of sequences whose row is shared by `size` threads."""
     chance = torch.Generator().manual_seed(0)
     vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
     row = packed_sequences(policy.lm, [torch.randint(3, vocabulary, (n,), generator=chance) for n in LENGTHS])
@@ -65,7 +65,7 @@ def by_threads(policy: Policy, size: int) -> Tensor:
 
 
 class Meeting:
-    """Threads that pass each other tensors."""
+    """Exchange of tensors between threads that stand in for ranks."""
 
     def __init__(self, size: int):
         self.barrier, self.tensors = Barrier(size, timeout=MEETING_S), [torch.empty(0)] * size

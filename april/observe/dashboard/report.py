@@ -32,7 +32,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def page(run: RunFolder) -> str:
-    """The dashboard's page with its style sheets, scripts and pictures inside, and the answers to what it asks."""
+    """The dashboard's page with its style sheets, scripts and pictures inside, and the answers to its requests."""
     answers = orjson.dumps(answers_of(run), option=orjson.OPT_SERIALIZE_NUMPY).decode()
     html = (STATIC / "index.html").read_text()
     html = re.sub(r'<link rel="stylesheet" href="(.*?)">', lambda found: f"<style>{static(found[1])}</style>", html)

@@ -26,7 +26,7 @@ class TrainerRun:
         self.batch: RolloutBatch | None = None
         """The batch that is being trained on; None if there is none."""
         self.metrics: dict[str, float] = {}
-        """Metrics of the batch that the trainer has told so far."""
+        """Metrics of the batch that the trainer has reported so far."""
         self._consumed = self._durable = run.step
         """Policy step of the newest weights, and of the newest checkpoint, that were reported."""
 

@@ -74,7 +74,7 @@ class CanaryScore:
 
     @property
     def excess(self) -> float:
-        """The noise as a multiple of the expected rounding."""
+        """Mean difference between engine and learner, as a multiple of the expected rounding."""
         return self.noise / self.rounding
 
 
@@ -300,8 +300,8 @@ def changes_version(engine: Engine, loaders: Sequence[WeightLoader]) -> bool:
 
 
 class UpdateHold:
-    """Says how long a worker puts off newer weights, so that an evaluation is of one version: while held-out samples of
-    the engine's version run on the worker, or wait for a worker, and at most for `evaluation.hold_s` seconds.
+    """Decides how long a worker puts off newer weights, so that an evaluation is of one version: while held-out samples
+    of the engine's version run on the worker, or wait for a worker, and at most for `evaluation.hold_s` seconds.
 
     if hold.holds(engine.version, pending=weights_have_arrived, runs_held_out=...):
         ...  # load nothing

@@ -194,7 +194,7 @@ def read_whole(answer: str) -> list[Any]:
 
 
 def read_within(text: str) -> list[Any]:
-    """The answer that the library finds in a text, as its expressions."""
+    """The answer in a text, as the expressions that `math_verify` parses it into."""
     from math_verify import parse
 
     return parse(GROUPED.sub("", SIGN.sub("-", text)), parsing_timeout=None, raise_on_error=True)

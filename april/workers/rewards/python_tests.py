@@ -347,7 +347,7 @@ class LabelReader:
     # --- refusals -----------------------------------------------------------------------------------------------
 
     def shape(self) -> str:
-        """Description of a label that asserts nothing."""
+        """Words for a label that asserts nothing, for the error."""
         functions = [node for node in self.defined.values() if isinstance(node, Function)]
         waiting = [node for node in functions if node.args.args and self.asserts(node.body, set())]
         if waiting and not self.entry_point:

@@ -21,7 +21,7 @@ from april.workers.teachers.servers import ServerTeacher
 PROBED_TOKENS = 256
 """Most tokens in the text that a server scores before a run."""
 PROBE_S = 60.0
-"""Longest time for that text, seconds."""
+"""Longest time for scoring the probe text, seconds."""
 SAME = "take a teacher with the policy's tokeniser"
 
 

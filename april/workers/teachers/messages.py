@@ -18,7 +18,7 @@ class TeacherRules(msgspec.Struct, frozen=True):
     device: str
     timeout_s: float
     top_k: int = 0
-    """Most likely ids of each token that the teacher tells; 0: none."""
+    """Number of most likely ids per token that the teacher gives; 0: none."""
     vocabulary: int = 0
     """Number of ids of the policy; 0 if unknown."""
 

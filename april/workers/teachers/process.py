@@ -13,7 +13,7 @@ from april.workers.teachers.messages import Teacher, TeacherAnswer, TeacherError
 
 ERROR_CHARACTERS = 500
 SMALLEST = -1e4
-"""Least log-probability that is one; a lower one, such as that of a masked token, is refused."""
+"""Smallest valid log-probability; a lower one, such as that of a masked token, is refused."""
 LARGEST = 1e-3
 """Largest log-probability that is one: 0, but for rounding."""
 EXACT_IDS = 1 << 24
@@ -42,8 +42,8 @@ def main(limit_s: float) -> None:
 
 
 def answer_of(teacher: Teacher, item: TeacherItem, rules: TeacherRules) -> TeacherAnswer:
-    """What a teacher says of an item's responses. Raises TeacherError for too much or too little, or for what is no
-    log-probability or id."""
+    """Ask a teacher for the log-probabilities of an item's responses. Raises TeacherError for a wrong number of values,
+    or invalid ones."""
     prompt = np.frombuffer(item.prompt, "<i4")
     found = [
         checked(teacher(np.concatenate([prompt, response])), len(prompt), len(response), rules)
@@ -56,8 +56,8 @@ def answer_of(teacher: Teacher, item: TeacherItem, rules: TeacherRules) -> Teach
 def checked(
     told: np.ndarray, prompt_tokens: int, response_tokens: int, rules: TeacherRules
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of what a teacher tells of a text (`messages.Teacher`): the log-probabilities of the response's R tokens, float32
-    [R], and k pairs (id, log-probability) of each, float32 [R, k, 2]; float32 is exact for ids below 2^24."""
+    """Checked values of a teacher for a text (`messages.Teacher`): the log-probabilities of the response's R tokens,
+    float32 [R], and k pairs (id, log-probability) of each, float32 [R, k, 2]; float32 is exact for ids below 2^24."""
     if len(told) != prompt_tokens + response_tokens - 1:
         raise TeacherError(f"gave {len(told)} log-probabilities for a text of {prompt_tokens + response_tokens}")
     found, k = np.asarray(told[prompt_tokens - 1 :], np.float64), rules.top_k

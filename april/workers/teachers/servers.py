@@ -16,7 +16,7 @@ from april.workers.rewards.remote import TRIES_SHARE, post, secret
 from april.workers.teachers.messages import TeacherError, TeacherRules
 
 LONGEST_ANSWER_BYTES = 1 << 30
-"""Most bytes of an answer: a text of 262,144 tokens, with 20 ids of each, is told in some 300 MB."""
+"""Most bytes of an answer: a text of 262,144 tokens, with 20 ids of each, takes some 300 MB."""
 
 
 class ScoredToken(NamedTuple):

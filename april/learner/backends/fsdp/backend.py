@@ -68,7 +68,7 @@ class FSDPBackend(Backend):
         return self.frozen(self.config.model.path, self.config.sampling.temperature, form)
 
     def teacher(self, path: Path) -> nn.Module:
-        """A teacher in bfloat16 is held in it."""
+        """A frozen model as the teacher, held in bfloat16 if its files are."""
         return self.frozen(path, 1.0, "bf16" if checkpoint.dtype_of_folder(path) == torch.bfloat16 else "fp32")
 
     def frozen(self, path: Path, temperature: float, form: str) -> nn.Module:
