@@ -67,8 +67,8 @@ class Gateway:
     def __init__(
         self, dialects: list[Dialect], names: Collection[str] = frozenset(), images: RequestImages | None = None
     ):
-        """`names`: host names under which the server is asked, besides IP addresses. `images`: None for a policy that
-        takes none."""
+        """`names`: host names by which clients address the server, besides IP addresses. `images`: None for a policy
+        that takes none."""
         self.dialects = dialects
         self.images = images or RequestImages(None, "the policy takes no images")
         self.dialect_by_path = {dialect.path: dialect for dialect in dialects}

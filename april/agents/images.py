@@ -20,9 +20,9 @@ from april.data.tokenizer import Tokenizer
 from april.workers.engines import ENGINES
 
 KNOWN_S = 300.0
-"""Time for which an image that the broker has kept is not brought again, seconds; the broker keeps it for longer."""
+"""Time for which an image that the broker has kept is not sent again, seconds; the broker keeps it for longer."""
 PREPARED_AT_ONCE = 4
-"""Most images that are prepared or brought at once, each of which may take 200 MB."""
+"""Most images that are prepared or sent at once, each of which may take 200 MB."""
 KeepImage = Callable[[str, bytes], Awaitable[str]]
 """Type of `BrokerLink.keep_image`: (name, PNG file) -> why the image is not kept, "" if it is on the broker's disk."""
 

@@ -123,7 +123,7 @@ async def listen(http: "web.AppRunner", section: AgentSection, tls: ssl.SSLConte
 
 
 def served_names(section: AgentSection) -> frozenset[str]:
-    """Host names under which the gateway is asked."""
+    """Host names by which clients address the gateway."""
     return names_of(section.listen.rpartition(":")[0], urlsplit(section.public_url).hostname or "")
 
 

@@ -1,7 +1,7 @@
 """The preparation of a run's images in threads, ahead of the prompts that show them.
 
-Decoding and resizing a large photograph takes a tenth of a second and more, in which the broker's loop would answer
-nobody. The threads also put the files on disk, so that a group can be opened at once.
+Decoding and resizing a large photograph takes a tenth of a second and more, in which the broker's loop would answer no
+peer. The threads also put the files on disk, so that a group can be opened at once.
 """
 
 import os
@@ -52,8 +52,8 @@ class ImagePreparation:
         """Name by source, of all images that were prepared; known before the file is."""
 
     def begin(self, rows: Dataset, images: Iterable[RowImage], lasting: bool = False) -> None:
-        """Have the images of a prompt prepared, unless their files are there. `lasting`: their files stay for good, as
-        those of held-out prompts, which are shown again and again."""
+        """Have the images of a prompt prepared, unless their files are there. `lasting`: their files are never removed,
+        as those of held-out prompts, which are shown again and again."""
         images = list(images)
         sources = frozenset(image.source for image in images)
         if lasting:

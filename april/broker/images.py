@@ -1,7 +1,7 @@
 """The images of a run's prompts and sessions: a file each in the run folder, named by the sha256 of its content.
 
 A file is on disk before the journal record that names it; records hold names, never pixels. Files that nothing names
-are removed after the journal has reclaimed space, and after a start; those that a peer has brought, once a turn or a
+are removed after the journal has reclaimed space, and after a start; those that a peer has sent, once a turn or a
 submitted prompt has had time to name them.
 """
 
@@ -97,7 +97,7 @@ class ImageStore:
         self._pinned.add(name)
 
     def pin_all(self) -> None:
-        """Pin the files of an earlier broker, some of which may have been brought for turns or prompts that will name
+        """Pin the files of an earlier broker, some of which may have been sent for turns or prompts that will name
         them."""
         self._pinned |= self._kept
 

@@ -118,7 +118,7 @@ class Peer:
     address: str = ""
     """Base URL of an agents process's API."""
     image: tuple[str, bytearray] = field(default_factory=lambda: ("", bytearray()))
-    """The image of which the peer has brought the first parts: its name, and the bytes so far."""
+    """The image of which the peer has sent the first parts: its name, and the bytes so far."""
     token_scores: tuple[int, bytes] = 0, b""
     """The lease of a score whose token scores have come in part, and the values so far."""
     started: bool = False

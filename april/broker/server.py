@@ -288,8 +288,8 @@ class Server:
     def _fail(self, error: JournalError | OSError) -> None:
         """Become read-only after an error: acknowledge nothing, and answer status requests.
 
-        After a failed write of the journal, wait for what makes writing possible again, or for a restart. After any
-        other call that failed, nothing on disk is in doubt: go on from there, as after a crash.
+        After a failed write of the journal, wait until writing is possible again, or for a restart. After any other
+        call that failed, nothing on disk is in doubt: go on from there, as after a crash.
         """
         if self._retry_at == math.inf:  # a write has failed for good; what fails after it mends nothing
             log.error("%s", error)

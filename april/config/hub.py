@@ -96,7 +96,7 @@ class HubInput:
 
     @property
     def fetch_command(self) -> str:
-        """Command line that brings the repository into the cache."""
+        """Command line that downloads the repository into the cache."""
         kind = "" if self.repository == "model" else f" --repo-type {self.repository}"
         revision = self.commit or self.revision
         return f"hf download {self.name}{kind}" + (f" --revision {revision}" if revision != "main" else "")
@@ -114,7 +114,7 @@ def hub_inputs(tree: dict[str, Any], model: type[Section]) -> list[HubInput]:
 
 
 Fetch = Callable[[Sequence[HubInput]], None]
-"""Sets the commit of each name, and may bring files into the cache. Raises ConfigError."""
+"""Sets the commit of each name, and may download files into the cache. Raises ConfigError."""
 
 # --- without a hub ----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from april.wire.limits import (
 )
 
 PENALTY_KEYS = dict(zip(PENALTIES, ("overlong_buffer_tokens", "format_pattern"), strict=True))
-"""The key that turns a penalty on, by the name under which it is a detail of a reward, and may be a part of it."""
+"""Key that turns on each penalty, by the penalty's name among the details and parts of the reward."""
 PART_NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
 UNFIT_NAMES = ("base", "over_limit")
 """Details that April adds, which cannot be parts."""

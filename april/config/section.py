@@ -110,7 +110,7 @@ class HubSection(Section):
         return super().written() | names
 
     def named(self, prefix: str = "") -> str:
-        """The path as people know it: the name of a hub's repository, or a file or folder."""
+        """The path for people to read: the name of a hub's repository, or a file or folder."""
         path: Path | None = getattr(self, f"{prefix}path")
         if path and getattr(self, f"{prefix}commit"):
             return path.parent.parent.name.partition("--")[2].replace("--", "/")

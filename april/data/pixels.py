@@ -82,7 +82,7 @@ def png_of(values: np.ndarray) -> bytes:
 def places_of_images(
     tokens: np.ndarray, token_id: int, counts: Sequence[int], starts: Sequence[int] = ()
 ) -> np.ndarray:
-    """Which tokens stand for images, bool [T]. Any other placeholder has been sampled, and is text.
+    """Which tokens stand for images, bool [T]. Any other placeholder token was sampled by the policy, and is text.
 
     `counts`: number of tokens of each image, in order. `starts`: of each image, the index of the first token that may
     be a placeholder of it; empty: 0 for all. An image takes the first placeholders from there on that the image before

@@ -165,8 +165,8 @@ def changes(config: Config) -> Iterator[Change]:
 
 
 def ways_to_fit(config: Config, memory_bytes: float, most: int = 3) -> list[tuple[list[Change], Needs]]:
-    """The `most` cheapest sets of changes with which a run fits into accelerators of so many bytes, each with what it
-    then needs. No set contains another."""
+    """The `most` cheapest sets of changes with which a run fits into accelerators of `memory_bytes`, each with the
+    needs of the changed run. No set contains another."""
     found: list[tuple[list[Change], Needs]] = []
     smaller: list[list[tuple[str, Any]]] = []
     offered = list(changes(config))

@@ -362,7 +362,7 @@ class Supervisor:
         self.view.note(f"{ended}{cause}; restart {part.restarts} of {part.max_restarts}{when}")
 
     def _reset_silence(self) -> None:
-        """Restart every part's silence timer, because a broker that was away, or cannot write, lets nobody in."""
+        """Restart every part's silence timer, because a broker that was away, or cannot write, accepts no peers."""
         for part in self._started:
             part.heard_at = clock.now()
 

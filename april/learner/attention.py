@@ -193,7 +193,7 @@ def check_supported(
 
 
 def check_exchanged(query: Tensor, position_bias: Tensor | None, ranks: int) -> None:
-    """Raises PackedAttentionError for attention whose heads cannot be exchanged for tokens among so many ranks."""
+    """Raises PackedAttentionError for attention whose heads cannot be exchanged for tokens among this many ranks."""
     if position_bias is not None:
         raise PackedAttentionError("the layer's bias is of the places in a row, of which a rank sees only its own")
     if query.shape[1] % ranks:

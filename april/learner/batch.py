@@ -142,7 +142,7 @@ class TrainingBatch:
     conversations: list[TrainSample] = field(default_factory=list)
     """Rows of sources of kind sft, trained beside the groups."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Number of further such rows that cannot be trained, by reason."""
+    """Number of further rows of sources of kind sft that cannot be trained, by reason."""
 
     @property
     def samples(self) -> list[TrainSample]:

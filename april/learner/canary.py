@@ -1,4 +1,4 @@
-"""The canary as the learner scores it: each version's, with what rounding does to it."""
+"""Scores the canary in the learner under each version, and measures the effect of rounding on the scores."""
 
 import numpy as np
 import torch
@@ -35,8 +35,8 @@ class CanaryScorer:
             self.trained_text = np.concatenate([sample.tokens for sample in batch.samples])[:CANARY_TOKENS]
 
     def scored(self) -> Canary:
-        """The canary with its log-probabilities under the current weights, and what rounding does to them, which every
-        eighth version measures. Collective."""
+        """The canary with its log-probabilities under the current weights, and the effect of rounding on them, measured
+        at every eighth version. Collective."""
         config, embedding = self.config, self.backend.lm.get_input_embeddings()
         tokens = canary_tokens(embedding.num_embeddings, longest_canary(config), self.trained_text)
         logprobs = self._score(tokens)

@@ -90,7 +90,7 @@ class ContextGroup:
 
     def divide(self, model: nn.Module) -> nn.Module:
         """Have a model, called with a micro-batch, compute this rank's tokens of it and return columns [K] of all its
-        targets, in place; asked for what its head computes from, it returns that of this rank's targets."""
+        targets, in place; asked for `HeadInputs`, it returns those of this rank's targets."""
 
         def hook(module: nn.Module, arguments: tuple[MicroBatch, ...], found: Any) -> Any:
             return found if isinstance(found, HeadInputs) else self.whole(arguments[0], found)

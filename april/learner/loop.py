@@ -42,7 +42,7 @@ class Publication(Protocol):
         """Begin with the trainer's current weights; returns metrics, in seconds. Collective."""
 
     def finish(self) -> dict[str, float]:
-        """Wait until it is done; returns metrics."""
+        """Wait until the publication is done; returns its metrics."""
 
 
 def run(

@@ -19,7 +19,7 @@ from april.learner.attention import PackedAttentionError
 from april.learner.attention_kernels import Packing
 
 CACHES = frozenset(("cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "state"))
-"""Names by which transformers' modules take what they carry from token to token."""
+"""Parameters through which transformers' modules take a cache or state."""
 ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 """Name of transformers' interface of attention functions in the code of a module that uses it."""
 

@@ -1,10 +1,10 @@
 """The ranks of one machine of a learner over several:
 `python -m april.learner.multi_node --node K --nnodes N --nproc-per-node R -m april.learner ...`.
 
-The broker says where the machines meet and when all begin anew: whenever the process of a machine has started. Machine
-0 serves the store in which the ranks find each other; the store keeps bytes, and nobody unpickles them. This process
-exits when a rank of its own has failed. The kernel kills it when its parent dies. Exit status: REFUSED if the ranks
-refused to train.
+The broker says where the machines rendezvous and when all restart their ranks: whenever the process of a machine has
+started. Machine 0 serves the store in which the ranks find each other; the store keeps bytes, and nobody unpickles
+them. This process exits when a rank of its own has failed. The kernel kills it when its parent dies. Exit status:
+REFUSED if the ranks refused to train.
 """
 
 import argparse
@@ -135,8 +135,8 @@ def serve_store(address: str, broker: BrokerTalk, options: argparse.Namespace) -
 
 def run_ranks(broker: BrokerTalk, options: argparse.Namespace, patience_s: float) -> int | None:
     """Join the latest start and run this machine's ranks in it; returns their exit status, or None if all machines
-    begin anew. Raises the error of the talk with the broker, and TimeoutError if a machine has not come in `patience_s`
-    seconds."""
+    restart. Raises the error that ended communication with the broker, and TimeoutError if a machine has not joined in
+    `patience_s` seconds."""
     address, store = join_start(broker, options, patience_s)
     start = broker.joined
     MAIN.at("watching its ranks", takes_long=True)

@@ -163,7 +163,7 @@ class ScoringPass:
     columns: tuple[str, ...]
     """Names of the columns that the model returns, in order; further ones are dropped."""
     model: str
-    """Model that computes them: "policy", "reference" or "critic"."""
+    """Model that computes the columns: "policy", "reference" or "critic"."""
     is_needed: Callable[["Objective"], bool]
     phase: str
     """Metric that counts the pass's seconds."""

@@ -120,7 +120,7 @@ class SampleWriter:
         """Start writing the chosen samples of a consumed batch.
 
         `advantages`: [B], one per row of the batch. `scores`: of the rows with a gradient; None for a trainer that does
-        not tell, where a row has a gradient if its advantage is not 0.
+        not report them, where a row has a gradient if its advantage is not 0.
         """
         self.finish()
         if self.works:

@@ -118,7 +118,7 @@ class BrokerSource:
         self, first: int, prompts: list[wire.Submission], ids: np.ndarray, images: Mapping[str, bytes] | None = None
     ) -> int:
         """Submit prompts numbered from `first`, their int32 ids concatenated; returns the number submitted so far.
-        `images`: the files of the prompts' images by name, which are brought first. Raises BrokerRefused."""
+        `images`: the files of the prompts' images by name, which are sent first. Raises BrokerRefused."""
         for name, png in (images or {}).items():
             *ahead, (last, arrays) = image_parts(name, png)
             [answer] = self._ask(last, arrays=arrays, ahead=ahead)

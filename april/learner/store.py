@@ -115,11 +115,11 @@ class StoredShard(msgspec.Struct, frozen=True, array_like=True):
     """Number of the shard among those of its tensor."""
     file: Annotated[str, msgspec.Meta(pattern=r"^__\d+_\d+\.distcp$")]
     start: Count
-    """Position of its first byte in the file."""
+    """Position of the shard's first byte in the file."""
     length: Count
-    """Number of its bytes in the file."""
+    """Number of the shard's bytes in the file."""
     tensor_bytes: Count
-    """Number of bytes of its values."""
+    """Number of bytes of the shard's values in memory."""
 
     @classmethod
     def from_result(cls, result: WriteResult) -> "StoredShard":

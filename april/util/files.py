@@ -157,7 +157,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file anew; readers see the old or the new content, never a part."""
+    """Replace a file's content atomically: readers see the old or the new content, never a part."""
     temporary = path.with_suffix(".tmp")
     try:
         temporary.write_bytes(data)

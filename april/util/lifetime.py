@@ -105,7 +105,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class EnduringStream:
-    """A text stream to a terminal or pipe whose reader may be gone: what is written then goes nowhere.
+    """A text stream to a terminal or pipe whose reader may be gone; what is written then is discarded.
 
     With `april run … | tee log`, Ctrl-C ends tee first; the run still has to write its checkpoint.
     """

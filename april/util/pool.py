@@ -104,7 +104,7 @@ START_LIMIT_S = 60.0
 POLL_S = 0.01
 """Interval (s) at which the pool looks whether a process that has closed its channel has ended."""
 LOOK_S = 0.5
-"""Interval (s) at which it looks whether another one at work has ended: a child of it may hold the channel open."""
+"""Interval (s) at which the pool looks whether a busy process has ended while a child of it holds the channel open."""
 ORPHAN_MARGIN_S = 5.0
 """Time after an item's time limit at which a process ends itself, in case its pool has died and cannot kill it."""
 RETIRED = 75

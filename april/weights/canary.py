@@ -33,7 +33,7 @@ once."""
 SUSPECT = 1.2
 """Multiple of the expected rounding beyond which a difference is evidence of wrong weights."""
 EVIDENCE_LIMIT = math.log(AT_ONCE / SUSPECT)
-"""Evidence that shows wrong weights."""
+"""Evidence above which the engine's weights count as wrong."""
 
 
 class Canary(msgspec.Struct, array_like=True, frozen=True):

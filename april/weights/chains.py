@@ -54,9 +54,9 @@ class Claim:
 
     snapshot: Snapshot
     delta_to: DeltaBase | None
-    """The weights to which it comes as a delta; None: whole."""
+    """Base of the delta in which the version is sent; None: it is sent whole."""
     forwards: bool
-    """Whether the worker is not the last one that takes part."""
+    """Whether the worker forwards the version: it is not the last worker that gets it."""
 
 
 class Chains:
@@ -68,8 +68,8 @@ class Chains:
         self.size, self._send, self._count = size, send, 0
 
     def extend(self, channels: Iterable[WeightChannel], invite_for: Callable[[WeightChannel], ChannelInvite]) -> None:
-        """Have workers meet where two chains can be joined. `invite_for`: an invitation to a channel's groups, of which
-        the name is replaced."""
+        """Have two workers connect where two chains can be joined. `invite_for`: an invitation to a channel's groups,
+        of which the name is replaced."""
         heads = [each for each in channels if each.upstream is None and can_chain(each)]
         if self.size == 1 or len(heads) < 2:
             return
@@ -119,7 +119,7 @@ class Chains:
         return bool(members)
 
     def awaits_claim(self, channel: WeightChannel, snapshot: Snapshot, since: float) -> bool:
-        """Whether a channel leaves a version, which has been there since a time, to the head of its chain."""
+        """Whether a channel still waits for the head of its chain to send a version, which was published at `since`."""
         if not channel.is_linked or clock.now() - since > CLAIM_S:
             return False
         *_, head = upstreams(channel)
@@ -179,19 +179,19 @@ class ChainLinks:
         """Whether a version is arriving from the worker before this one."""
 
     def forward_to(self, invite: ChannelInvite) -> None:
-        """Meet the next worker, in place of an earlier one."""
+        """Connect to the next worker, in place of an earlier one."""
         self._close(self._downstream)
         self._downstream = self._meet(invite, as_learner=True)
 
     def follow(self, invite: ChannelInvite) -> list[Future[Link]]:
-        """Meet the worker before this one, in place of an earlier one; returns the links to be."""
+        """Connect to the worker before this one, in place of an earlier one; returns futures of the links."""
         self._close(self._upstream)
         self._upstream = self._meet(invite, as_learner=False)
         return self._upstream
 
     @property
     def upstream(self) -> list[Link]:
-        """Links to the worker before this one. Raises RuntimeError or OSError if it was not met."""
+        """Links to the worker before this one. Raises RuntimeError or OSError if connecting failed."""
         return [link.result() for link in self._upstream]
 
     @contextlib.contextmanager

@@ -73,7 +73,7 @@ def link_name(channel: str, sender: int) -> str:
 
 
 class ChannelForward(Message):
-    """Has a worker meet the next one of its chain, in whose process groups it is rank 0, to forward to it what it
+    """Has a worker connect to the next one of its chain, in whose process groups it is rank 0, to forward to it what it
     receives."""
 
     channel: str
@@ -81,7 +81,7 @@ class ChannelForward(Message):
 
 
 class ChannelFollow(Message):
-    """Has a worker meet the one before it in its chain, which forwards to it what it receives."""
+    """Has a worker connect to the one before it in its chain, which forwards to it what it receives."""
 
     channel: str
     invite: ChannelInvite
@@ -94,7 +94,7 @@ class ChannelLinked(Message):
     upstream: str
     """Name of the invitation that it answers."""
     error: str = ""
-    """Why it has not; "" if it has."""
+    """Why the worker could not connect; "" if it could."""
 
 
 class ChannelReady(Message):
@@ -266,11 +266,11 @@ class WeightChannel:
     is_linked: bool = False
     """Whether the worker has met the one before it in its chain."""
     is_alone: bool = False
-    """Whether the worker could not meet another one, and stays out of chains."""
+    """Whether the worker could not connect to another one, and stays out of chains."""
     claim: Any = None
     """Version that the head of its chain has it receive next (`april.weights.chains.Claim`); None without one."""
     follows: bool = False
-    """Whether it is receiving, or has just received, a version from the one before it."""
+    """Whether the worker is receiving, or has just received, a version from the one before it."""
     inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
     """Received messages of the channel: ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed."""
 

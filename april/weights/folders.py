@@ -72,7 +72,7 @@ WAITS_OF_A_CALL = 2
 """Timeouts after which a call to a store that never answers is given up: it sees only after a second one that no bytes
 have come since the first."""
 KEPT = 2
-"""Number of the newest snapshots that the broker has been told of which are never removed."""
+"""Number of the newest snapshots announced to the broker, which are never removed."""
 
 
 @dataclass(frozen=True)

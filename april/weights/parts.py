@@ -48,19 +48,19 @@ class SendingCommand(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class OpenLink(SendingCommand, frozen=True):
-    """Meet a worker or its inference server, whom `invite` has reached."""
+    """Connect to a worker or its inference server, which has received `invite`."""
 
     invite: ChannelInvite
     server_ranks: int
 
 
 class HoldPart(SendingCommand, frozen=True):
-    """Keep the part of a version, which is the newest, until it is sent over a channel or the channel ends."""
+    """Keep the part of the newest version until it is sent over a channel or the channel ends."""
 
     channel: str
     version: Version
     as_delta: bool = False
-    """Whether its delta will be sent, which is computed at once."""
+    """Whether the part will be sent as a delta, which is then computed at once."""
 
 
 class SendPart(SendingCommand, frozen=True):

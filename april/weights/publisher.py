@@ -354,7 +354,7 @@ class WeightPublisher:
         return ChannelInvite(channel.name, channel.backend, *self.store, self._join_s(channel), self._senders)
 
     def _await_ready(self, channel: WeightChannel) -> None:
-        """Wait until the worker of a channel has met all ranks that send; one that lives and has not is counted."""
+        """Wait until a channel's worker is connected to all ranks that send; a live worker that is not is counted."""
         try:
             self._await(channel, ChannelReady, None, clock.now() + self._join_s(channel))
         except ChannelLost:

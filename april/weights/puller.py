@@ -28,7 +28,7 @@ POLL_S = 0.5
 
 
 class SnapshotPuller(WeightSource):
-    """Reads the newest snapshot that the broker has told of, and the one before if that cannot be used."""
+    """Reads the newest snapshot that the broker has announced, or the one before if that cannot be used."""
 
     def __init__(self, folders: SnapshotFolders, timeout_s: float, up: Callable[[], bool] = lambda: True):
         """`timeout_s`: longest time to read a snapshot. `up`: whether the engine is up; nothing is read while it is

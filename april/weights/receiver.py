@@ -378,7 +378,7 @@ class LearnerConnection:
         self._send(ChannelReady(invite.channel))
 
     def _follow(self, invite: ChannelInvite) -> None:
-        """Meet the worker before this one in its chain, and tell the learner whether it was met."""
+        """Connect to the worker before this one in its chain, and tell the learner whether that succeeded."""
         channel = self.invite.channel if self.invite else ""
         links = self.chain.follow(invite)
 

@@ -1,4 +1,4 @@
-"""The messages that bring an image to the broker: its file in parts, each small enough for a frame."""
+"""The messages that upload an image to the broker: its file in parts, each small enough for a frame."""
 
 from collections.abc import Iterator
 
@@ -11,6 +11,6 @@ PART_BYTES = 2 << 20
 
 
 def image_parts(name: str, png: bytes) -> Iterator[tuple[KeepImage, list[np.ndarray]]]:
-    """The messages, with their arrays, that bring the file `png` of an image; the broker answers the last one."""
+    """The messages, with their arrays, that upload the file `png` of an image; the broker answers the last one."""
     for start in range(0, len(png), PART_BYTES):
         yield KeepImage(name, start, len(png)), [np.frombuffer(png[start : start + PART_BYTES], np.uint8)]

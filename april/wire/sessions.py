@@ -124,8 +124,8 @@ class Images(Message):
 
 
 class KeepImage(Message):
-    """An agents process brings an image that a turn will name, or the learner one that a prompt will name, in parts
-    that follow each other. One uint8 array: the bytes of its prepared PNG file from `start` on."""
+    """Upload of an image in consecutive parts: by an agents process for a turn that will name it, by the learner for a
+    prompt. One uint8 array: the bytes of its prepared PNG file from `start` on."""
 
     name: Name
     """Sha256 of the file in hex."""

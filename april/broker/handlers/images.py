@@ -44,8 +44,8 @@ def send_images(handler: Any, peer: Peer, received: wire.Received, now: float) -
 
 
 def take_image(handler: Any, peer: Peer, received: wire.Received, now: float) -> None:
-    """Take a part of an image (`KeepImage`); with the last one the image is put on disk, and the peer is told. Raises
-    OSError if it cannot be written."""
+    """Take a part of an image (`KeepImage`); with the last part the image is put on disk and acknowledged to the peer.
+    Raises OSError if it cannot be written."""
     part, arrays = received.message, received.packed
     name, begun = peer.image if part.start else (part.name, bytearray())
     peer.image = "", bytearray()

@@ -356,9 +356,9 @@ MACHINE_START_BITS = 16
 class NodeHandler:
     """Handles the rendezvous of a learner's machines.
 
-    The first machine announces the address where the learner's ranks meet, and the other machines ask for it. The
-    address is valid while the first machine is connected. When a new process of a machine connects, the number of the
-    start rises and all machines restart their ranks, since ranks cannot go on after one of them is lost.
+    The first machine announces the address for the ranks' rendezvous, and the other machines ask for it. The address is
+    valid while the first machine is connected. When a new process of a machine connects, the number of the start rises
+    and all machines restart their ranks, since ranks cannot go on after one of them is lost.
     """
 
     def __init__(self, peers: Peers):

@@ -64,7 +64,7 @@ PASS_GRANTS = 256
 """Most leases granted in one pass of the broker's loop, so that many workers with room do not keep other messages
 waiting."""
 STANDSTILL_S = 30.0
-"""Seconds without anything that can go on, after which a run ends; far more than any peer's answer takes."""
+"""Seconds in which nothing can progress, after which a run ends; far more than any peer's answer takes."""
 SPEED_WINDOW_S = 2.0
 """Length of the window in which a worker's decode speed is measured for migration, seconds."""
 
@@ -87,7 +87,7 @@ class WorkerHandler(LeaseHolderHandler):
         self._next_recall = 0.0
         self._progress: tuple[int, ...] = ()
         self._progress_at = 0.0
-        """Last lease id, next group and next batch when the run could last go on, and the time of that."""
+        """State at the run's last progress: last lease id, next group, next batch; and the time of that progress."""
 
     def record_instant(self, peer: Peer, instant: str, now: float) -> None:
         self.recorder.add_span(peer.name, instant, now, now)

@@ -370,7 +370,7 @@ class EarlierTokens(msgspec.Struct):
 
 
 class EarlierCounts(msgspec.Struct):
-    """Figures of summary.json that go on over starts of the broker and are in no other file."""
+    """Figures of summary.json that a restarted broker continues, and that no other file has."""
 
     wall_s: float = 0.0
     buffer_peak: dict[str, int] = msgspec.field(default_factory=dict)

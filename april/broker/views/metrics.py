@@ -393,7 +393,7 @@ class Exporter:
     """
 
     def __init__(self, host: str, port: int, stuck_after_s: float, host_names: Iterable[str] = ()):
-        """`host_names`: further names under which the server is asked."""
+        """`host_names`: further names by which clients address the server."""
         self.stuck_after_s = stuck_after_s
         self.snapshot: MetricsSnapshot | None = None
         self.passed_at = clock.now()

@@ -46,7 +46,7 @@ def images_of(lm: nn.Module, sequence: Tensor) -> tuple[bytes, ...]:
 
 
 def noise(side: int, rows: int, tokens: int) -> bytes:
-    """A PNG of noise with so many rows of tokens of `side` pixels squared."""
+    """A PNG of noise with `rows` rows of tokens of `side` pixels squared."""
     shape = rows * side, tokens // rows * side, 3
     return png_of(np.random.default_rng(tokens).integers(256, size=shape, dtype=np.uint8))
 

@@ -23,8 +23,8 @@ OTHER_SITE = "pages of other sites get no answers here"
 
 
 def names_of(listen: str, *others: str) -> frozenset[str]:
-    """Host names, besides localhost, under which a server is asked that listens at the host `listen`. `others`: such as
-    a proxy's name."""
+    """Host names, besides localhost, by which clients address a server that listens at the host `listen`. `others`:
+    such as a proxy's name."""
     machine = () if is_loopback(listen) else (socket.gethostname(), socket.getfqdn())
     return frozenset(name.lower().rstrip(".") for name in (listen, *machine, *others) if name)
 

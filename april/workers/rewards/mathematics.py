@@ -309,8 +309,8 @@ def value_in_base(digits: str, base: str) -> int | None:
 # --- expressions --------------------------------------------------------------------------------------------------
 
 TINY = 1e-3
-"""Numbers below are scaled up before they are compared: the library rounds to six decimals, and takes what is smaller
-than that for 0."""
+"""Numbers below are scaled up before they are compared: the library rounds to six decimals, and treats smaller ones as
+0."""
 
 
 def complex_unit(value: Any) -> Any:

@@ -73,7 +73,7 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     timeouts: int = 0
     """How often the item has exceeded the time limit so far."""
     row_prompt: str = ""
-    """The prompt as the row has it, JSON: a text or chat messages. Empty where that is unknown, or nobody asks."""
+    """The prompt as the row has it, JSON: a text or chat messages. Empty where it is unknown or unused."""
     turns: int = 0
     """Number of turns that the policy has taken in the response; 0 if unknown."""
     budget: int = 0

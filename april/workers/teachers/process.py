@@ -15,7 +15,7 @@ ERROR_CHARACTERS = 500
 SMALLEST = -1e4
 """Smallest valid log-probability; a lower one, such as that of a masked token, is refused."""
 LARGEST = 1e-3
-"""Largest log-probability that is one: 0, but for rounding."""
+"""Largest valid log-probability: 0, with room for rounding."""
 EXACT_IDS = 1 << 24
 """Ids that float32 holds exactly."""
 
