@@ -65,7 +65,7 @@ class BrokerLink(threading.Thread):
         self.questions: set[wire.HolderRequest] = set()
         """Questions about sessions' holders that the broker has not answered yet."""
         self.images: dict[str, tuple[bytes, list[asyncio.Future[str]]]] = {}
-        """Images that the broker has not kept yet, by name: the file, and what waits for the answer."""
+        """Images that the broker has not kept yet, by name: the file, and the futures that wait for the answer."""
         self.stopping = ""
         """Why the link to the broker is ending; "" while the link is in use."""
         self.failure: Exception | None = None

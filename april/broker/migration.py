@@ -86,7 +86,7 @@ class Straggler:
 
     lease: Lease
     length: int
-    """Present response length, tokens."""
+    """Current response length, tokens."""
     remaining: float
     """Expected remaining tokens."""
 

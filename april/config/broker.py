@@ -47,7 +47,7 @@ class BrokerSection(Section):
         5.0,
         gt=0,
         description="Longest wait at a round's end for workers to hand back aborted samples, before the next round "
-        "(seconds).",
+        "(seconds). A high value lets one slow worker delay the round.",
     )
     readopt_s: float = Field(
         10.0,
@@ -233,8 +233,8 @@ class OperationsSection(Section):
     )
     http_hosts: list[HostName] = Field(
         [],
-        description="Names under which the broker is asked for /metrics and /health, besides IP addresses, the "
-        "machine's name and that in operations.http: such as an alias in DNS, or a Service's name.",
+        description="Host names by which clients address /metrics and /health, besides IP addresses, the machine's "
+        "name and that in operations.http: such as an alias in DNS, or a Service's name.",
     )
     stuck_after_s: float = Field(
         30.0,

@@ -133,6 +133,6 @@ class DevicesSection(Section):
     memory_gib: float | None = Field(
         None,
         gt=0,
-        description="Memory to divide on each shared accelerator (GiB). Unset: the memory of this machine's "
-        "accelerators.",
+        description="Memory to divide on each shared accelerator (GiB). A low value leaves the rest unused. Unset: "
+        "the memory of this machine's accelerators.",
     )

@@ -126,7 +126,9 @@ class PromptsSection(HubSection):
     commit: Commit | None = Field(None, description="Commit that the revision was resolved to, set at a run's start.")
     configuration: str | None = Field(None, description="Configuration of the dataset. Unset: the only or default one.")
     split: str | None = Field(
-        None, description="Split of the dataset. Unset: of a hub's, train, test for evaluation, or the only one."
+        None,
+        description="Split of the dataset. Unset: of a hub's dataset the split train (test for evaluation) or the "
+        "only one.",
     )
     mapping: MappingName | None = Field(
         None, description="Published dataset whose field names these files use. Unset: data.mapping."
@@ -231,8 +233,8 @@ class DataSection(HubSection):
     )
     split: str | None = Field(
         None,
-        description="Split of the dataset at data.path. Unset: of a hub's, train or the only one; of a folder, all of "
-        "its files.",
+        description="Split of the dataset at data.path. Unset: of a hub's dataset the split train or the only one; of "
+        "a folder, all of its files.",
     )
     sources: list[SourceSection] = Field(
         [],
@@ -313,7 +315,8 @@ class DataSection(HubSection):
     )
     eval_split: str | None = Field(
         None,
-        description="Split of the dataset at data.eval_path. Unset: of a hub's, test, validation or the only one.",
+        description="Split of the dataset at data.eval_path. Unset: of a hub's dataset the split test, validation or "
+        "the only one.",
     )
     eval_mapping: MappingName | None = Field(
         None, description="Published dataset whose field names the held-out rows use. Unset: data.mapping."

@@ -20,10 +20,16 @@ SAMPLING_KEYS = ("prompts", "samples", "temperature", "top_k", "top_p")
 
 class EvaluationSetSection(PromptsSection):
     prompts: int | None = Field(
-        None, ge=1, description="Prompts used, the first ones of the files. Unset: evaluation.prompts."
+        None,
+        ge=1,
+        description="Prompts used, the first ones of the files. More take longer. Unset: evaluation.prompts.",
     )
     samples: int | None = Field(
-        None, ge=1, le=1024, description="Samples of each prompt, k of mean@k and pass@k. Unset: evaluation.samples."
+        None,
+        ge=1,
+        le=1024,
+        description="Samples of each prompt, k of mean@k and pass@k. Generation time grows with it. Unset: "
+        "evaluation.samples.",
     )
     temperature: float | None = Field(
         None, ge=0, description="Sampling temperature; 0: greedy. Unset: evaluation.temperature."
@@ -58,7 +64,11 @@ class EvaluationSection(Section):
         le=1024,
         description="k: samples of each held-out prompt, for mean@k and pass@k. Generation time grows with it.",
     )
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature of evaluation samples; 0: greedy.")
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        description="Sampling temperature of evaluation samples; 0: greedy. A high value gives more diverse responses.",
+    )
     top_k: int = Field(0, ge=0, description="Evaluation samples among this many likeliest tokens; 0: all.")
     top_p: float = Field(
         1.0,

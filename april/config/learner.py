@@ -12,7 +12,8 @@ class LearnerSection(Section):
     ranks: int = Field(
         2,
         ge=1,
-        description="Training processes (ranks), each on an accelerator of its own where there are some.",
+        description="Training processes (ranks), each on an accelerator of its own where there are some. More divide "
+        "memory and work, and communicate more.",
     )
     tensor_parallel: int = Field(
         1,

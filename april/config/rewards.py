@@ -81,12 +81,13 @@ class RewardSection(Section):
         0,
         ge=0,
         description="Soft overlong penalty of DAPO: tokens at the end of sampling.max_response_tokens over which the "
-        "penalty rises from 0 to overlong_penalty. 0: none.",
+        "penalty rises from 0 to overlong_penalty. A large buffer penalises shorter responses too. 0: none.",
     )
     overlong_penalty: float = Field(
         1.0,
         ge=0,
-        description="Reward subtracted from a response that uses its whole token budget; see overlong_buffer_tokens.",
+        description="Reward subtracted from a response that uses its whole token budget; see overlong_buffer_tokens. "
+        "A high value weighs length more than correctness.",
     )
     format_pattern: str = Field(
         "",
@@ -94,7 +95,10 @@ class RewardSection(Section):
         "format_penalty. Empty: none.",
     )
     format_penalty: float = Field(
-        1.0, ge=0, description="Reward subtracted from a response that does not match format_pattern."
+        1.0,
+        ge=0,
+        description="Reward subtracted from a response that does not match format_pattern. A high value weighs format "
+        "more than correctness.",
     )
     url: str = Field(
         "",

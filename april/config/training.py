@@ -349,7 +349,8 @@ class CriticSection(Section):
     warmup_batches: int = Field(
         0,
         ge=0,
-        description="Batches at the start of the run that train the critic alone and leave the policy unchanged.",
+        description="Batches at the start of the run that train the critic alone and leave the policy unchanged. More "
+        "give better first advantages, and are generated for the critic alone.",
     )
 
 

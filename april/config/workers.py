@@ -119,8 +119,8 @@ class EngineSection(Section):
     update_s: float = Field(
         120.0,
         gt=0,
-        description="Longest load of new weights in a server (seconds); beyond it the server is restarted, and "
-        "tokens not yet streamed are lost.",
+        description="Longest load of new weights in a server (seconds); beyond it the server is restarted, and tokens "
+        "not yet streamed are lost. A high value detects a hung load late.",
     )
     max_restarts: int = Field(
         3,
@@ -399,7 +399,8 @@ class AgentSection(Section):
     max_restarts: int = Field(
         3,
         ge=0,
-        description="Restarts of an agents process in a row in which it delivers nothing, after which it is given up.",
+        description="Restarts of an agents process in a row in which it delivers nothing, after which it is given up. "
+        "A low value gives up at a fault that would have passed.",
     )
     hung_s: float = Field(
         600.0,

@@ -110,7 +110,7 @@ class Part:
     at_work_since: float | None = None
     """Time at which the part was first seen working since its start (seconds)."""
     was_heard: bool = False
-    """Whether the broker has heard from the part since its start."""
+    """Whether the broker has heard from the part since the part's start."""
     had_predecessor: bool = False
     """Whether an earlier process of this part ran, which the broker's status may still refer to."""
     restart_at: float | None = None

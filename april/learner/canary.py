@@ -12,7 +12,7 @@ from april.weights.canary import CANARY_TOKENS, Canary, canary_tokens, longest_c
 from april.wire.message import Version
 
 ROUNDING_EVERY = 8
-"""Versions after which what rounding does to the canary is measured again."""
+"""Number of versions between two measurements of the effect of rounding on the canary."""
 
 
 class CanaryScorer:

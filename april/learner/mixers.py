@@ -110,7 +110,7 @@ def row_dimension(value: Any, length: int) -> int | None:
 
 
 def joined(values: tuple, lengths: list[int]) -> Any:
-    """Results of all sequences in one, along the dimension that has their lengths; the last one if none has."""
+    """Results of all sequences, joined along the dimension of their lengths; without one, the last result."""
     if not all(isinstance(value, Tensor) for value in values):
         return values[-1]
     for dim in sorted(range(values[0].ndim), key=lambda dim: dim != 1):

@@ -17,7 +17,7 @@ from april.learner.batch import TrainSample
 from april.learner.losses.advantages import advantages
 
 SMALLEST_SCALE = 1e-150
-"""Smallest scale that an advantage is divided by. It is far from underflow in float64, also times a small reward."""
+"""Lower bound of scales that advantages are divided by: times a small reward it still does not underflow in float64."""
 
 Turn = tuple[int, int]
 

@@ -43,7 +43,7 @@ class PendingReport:
     """Number of rows at the end of `rows` that are still to be sent."""
     closing: wire.Closing | None = None
     values: bytes = b""
-    """Values of the closing's token scores, float32."""
+    """Values of the token scores that `closing` reports, float32."""
     closing_unsent: bool = False
 
     def take_rows(self) -> list[Entry]:

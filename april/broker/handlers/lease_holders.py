@@ -143,7 +143,7 @@ class LeaseHolderHandler:
     def hello(self, peer: Peer, hello: wire.Hello, now: float) -> list[int]:
         """Open the session of a lease holder; returns the leases that it reports but does not hold any more.
 
-        Another process with the same role and name is taken for dead, and told to stop.
+        Another process with the same role and name counts as dead and is told to stop.
         """
         for other in self.peers.holders():
             if other is not peer and other.uid == hello.uid:

@@ -198,7 +198,7 @@ class Sample(NoAgentDefaults):
 
     @property
     def is_correct_known(self) -> bool:
-        """Whether the sample's score says if the response was correct. One over its verifier's limits was not."""
+        """Whether the score says if the response was correct; a response over its verifier's limits was not."""
         details = self.details or {}
         return "correct" in details or bool(details.get("over_limit"))
 

@@ -39,7 +39,7 @@ class WorkerStatus(HolderStatus, frozen=True, kw_only=True):
     """Policy version of the worker's weights; "loading" before the first."""
     policy_step: int | None
     slots: int
-    """Samples that it generates at once: its capacity without the samples that it prefetches."""
+    """Samples that the worker generates at once: its capacity without the samples that it prefetches."""
     tokens_per_s: float
     """Tokens accepted from the worker per second, in the last seconds."""
     acknowledged: int

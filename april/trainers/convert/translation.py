@@ -116,7 +116,7 @@ def hydra_overrides(words: Sequence[Word]) -> Options:
 
 
 def file_options(text: str, path: Path) -> Options:
-    """The options of a YAML file. Raises ConfigError."""
+    """The options of a YAML file, by their keys joined with dots. Raises ConfigError."""
     aliases = depth = 0
     try:
         for token in yaml.scan(text):

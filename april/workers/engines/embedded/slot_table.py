@@ -136,7 +136,7 @@ class DecodeStep:
         return cls(batch, host_tokens, host_logprobs, copied)
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, int64 [n], and log-probabilities, float32 [n]."""
+        """Wait for the step's results: sampled tokens, int64 [n], and their log-probabilities, float32 [n]."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.tokens.numpy(), self.logprobs.numpy()

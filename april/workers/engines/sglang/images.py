@@ -62,7 +62,7 @@ class SentImages:
     counts: Sequence[int]
     """Number of tokens of each image."""
     starts: Sequence[int]
-    """As `Request.image_starts`."""
+    """Index of the first token that may be a placeholder of each image, as `Request.image_starts`."""
     urls: Sequence[str]
     """The PNG files as data: URLs."""
 
