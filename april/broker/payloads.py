@@ -101,10 +101,11 @@ class Payloads:
         return self._scored(sample)[1]
 
     def _scored(self, sample: Sample) -> tuple[dict[str, memoryview], str]:
-        if sample.main_sample or not (found := (sample.group.token_scores or {}).get(sample.index)):
+        forks, found = sample.session_sample.sampled_forks, (sample.group.token_scores or {}).get(sample.index)
+        if not found or sample not in forks:
             return {}, ""
-        position, length, number, _ = found
-        return self._scores_of((position, length))[number]
+        position, length, first, _ = found
+        return self._scores_of((position, length))[first + forks.index(sample)]
 
     def _read_scores(self, reference: Reference) -> list[tuple[dict[str, memoryview], str]]:
         """Token scores of each response in a journal record, and the feedback on it."""

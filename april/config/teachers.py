@@ -24,8 +24,6 @@ def check_teachers(config: Config) -> None:
     asked = [name for name, teacher in config.teacher.items() if teacher.where == "scorer"]
     if asked and config.reward.where != "scorer":
         refuse("reward.where", config.reward.where, "has nobody to ask [teacher]", "set it to 'scorer'")
-    if asked and config.agent.is_set:
-        refuse("teacher", sorted(config.teacher), "is for samples without agents", "leave out [agent] or [teacher]")
     for number, source in enumerate(config.data.prompt_sources):
         key, asks = f"data.sources.{number}", asks_teacher(config, number)
         if source.teacher and source.teacher not in config.teacher:

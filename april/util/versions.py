@@ -15,7 +15,7 @@ import msgspec
 from april.util.errors import ConfigError
 from april.version import VERSION
 
-PROTOCOLS = {14: "0.2"}
+PROTOCOLS = {15: "0.2"}
 """Protocol number -> the last April version that speaks it. Earlier numbers were never released."""
 PROTOCOL = max(PROTOCOLS)
 """Protocol number of this April."""
@@ -90,8 +90,8 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-JOURNAL = Form("journal", {1: "0.1", 14: "0.2"})
-"""Format of records, events and snapshots. Numbers 2 to 13 were never released."""
+JOURNAL = Form("journal", {1: "0.1", 15: "0.2"})
+"""Format of records, events and snapshots. Numbers 2 to 14 were never released."""
 RUN_FOLDER = Form("run folder", {1: "0.1", 3: "0.2"})
 """Format of configuration, metrics, summary and checkpoints. Number 2 was never released."""
 

@@ -93,16 +93,21 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     shown_images: list[tuple[Name, Number]] = []
     """(name, offset in the response of the first token that may be a placeholder of it) of each image in the response
     so far, in order; they follow those of the prompt. Empty if `scoring`."""
+    forks: list[Number] = []
+    """For a teacher of agents' sessions: offset of the first token that the policy sampled, for each fork in which it
+    has sampled some, session by session. Their arrays follow the responses."""
+    rewarded: bool = False
+    """Whether the agent has said the reward, which stands, so that only the teacher is asked."""
 
     @property
     def responses(self) -> int:
         """Number of response arrays of the message that belong to this grant."""
-        return len(self.group_scored) or 1
+        return (len(self.group_scored) or 1) + len(self.forks)
 
 
 class Grants(Message):
     """New leases; leases of one group share a task. Int32 arrays: the prompt [P] of each task, then per grant the
-    response so far [T] or, with `group_scored`, every response of the group."""
+    response so far [T] or, with `group_scored`, every response of the group; then each of its `forks`."""
 
     tasks: list[Task]
     grants: list[Grant]
@@ -130,7 +135,8 @@ class TokenScored(Scored, tag=True, array_like=True, frozen=True, forbid_unknown
     columns: list[dict[Name, Number]] = []
     """For each response: name of each token score -> how many values it has, in the order of the values. As many as the
     response has tokens, those of observations included, or a multiple of that, token by token; or as many as the policy
-    has taken turns in it."""
+    has taken turns in it. Of agents' sessions for each of the grant's `forks`, for its tokens from the first that the
+    policy sampled on."""
     start: Number = 0
     """Number of its values that came before, in the reports just before this one."""
     feedback: list[str] = []

@@ -34,7 +34,8 @@ class LeasedTask(NamedTuple):
     task: wire.Task
     tokens: list[np.ndarray]
     """int32 arrays: the prompt, then the response's pieces in order. Of a group lease (`grant.group_scored`): the
-    prompt, then one whole response for each sample of the group."""
+    prompt, then one whole response for each sample of the group. The forks of agents' sessions (`grant.forks`) are
+    last."""
 
 
 def leases_of(received: wire.Received) -> Iterator[LeasedTask]:
@@ -64,8 +65,8 @@ class Scoring:
         self.rules = reward_rules(config)
         self.pool: RewardPool | None = None
         self.teachers = Teachers(config)
-        self._refused: list[Score] = []
-        """Answers to leases whose verifier this process does not call."""
+        self._unverified: list[Score] = []
+        """Scores of leases for which this process calls no verifier."""
         if start_now:
             self._start()
 
@@ -77,7 +78,7 @@ class Scoring:
     @property
     def pending(self) -> int:
         """Submitted leases that are not scored yet."""
-        return len(self._refused) + self.teachers.pending + (self.pool.pending if self.pool else 0)
+        return len(self._unverified) + self.teachers.pending + (self.pool.pending if self.pool else 0)
 
     def submit(self, lease: LeasedTask, finish_reason: str, state: bytes | None = None, turns: int = 0) -> None:
         """Queue a response, or all responses of a group, for scoring.
@@ -88,14 +89,18 @@ class Scoring:
         imported: its score is an error, so that no other process in the broker's place chooses what code runs here.
         """
         grant, task, tokens = lease
-        if task.reward not in self.rules.verifiers and not may_name(task.reward, self.config.reward.allowed):
+        end = len(tokens) - len(grant.forks)
+        prompt_ids, pieces, forks = tokens[0], tokens[1:end], tokens[end:]
+        whole = pieces if grant.group_scored else [np.concatenate(pieces)]
+        known = task.reward in self.rules.verifiers or may_name(task.reward, self.config.reward.allowed)
+        if not (known or grant.rewarded):
             why = f"verifier {task.reward!r} is not in the configuration of this process; start it with the run's"
-            return self._refused.append(Score(grant.lease_id, None, why))
-        pool = self.pool or self._start()
-        whole = tokens[1:] if grant.group_scored else [np.concatenate(tokens[1:])]
+            return self._unverified.append(Score(grant.lease_id, None, why))
         if task.teacher:
-            self.teachers.submit(grant.lease_id, task.teacher, tokens[0], whole)
-        prompt = self.tokenizer.decode(tokens[0])
+            self.teachers.submit(grant.lease_id, task.teacher, prompt_ids, forks or whole, grant.forks)
+        if grant.rewarded:  # the broker keeps the reward that it has
+            return self._unverified.append(Score(grant.lease_id, 0.0))
+        pool, prompt = self.pool or self._start(), self.tokenizer.decode(prompt_ids)
 
         def item_of(key: int, response: np.ndarray, reason: str, state: bytes, turns: int = 0) -> Item:
             text = response_text(self.config, self.tokenizer, task.reward, response)
@@ -103,7 +108,7 @@ class Scoring:
             return Item(key, task.reward, text, task.label, reason, prompt, length, state, 0, asked, turns, budget)
 
         if grant.group_scored:
-            responses = zip(tokens[1:], grant.group_scored, states_of(grant), strict=True)
+            responses = zip(whole, grant.group_scored, states_of(grant), strict=True)
             items = [item_of(index, *response) for index, response in enumerate(responses)]
             return pool.submit_group(grant.lease_id, task.reward, items)
         state = grant.state if state is None else state
@@ -113,8 +118,8 @@ class Scoring:
 
     def poll(self) -> list[Score | GroupScore]:
         """Scores that have arrived since the last call; a score's key is its lease id."""
-        refused, self._refused = self._refused, []
-        return self.teachers.joined([*refused, *(self.pool.poll() if self.pool else [])])
+        unverified, self._unverified = self._unverified, []
+        return self.teachers.joined([*unverified, *(self.pool.poll() if self.pool else [])])
 
     def close(self) -> None:
         self.teachers.close()
@@ -160,14 +165,19 @@ def closing(score: Score | GroupScore, length: int = 0) -> wire.Closing:
     feedback = [cut_in_middle(item.feedback, most) for item in scores] if any(item.feedback for item in scores) else []
     if not (size or feedback):
         return wire.Scored(score.key, rewards, details)
-    columns = [{name: len(data) // 4 for name, data in item.token_scores.items()} for item in scores]
+    columns = [{name: len(data) // 4 for name, data in column.items()} for column in columns_of(score)]
     return wire.TokenScored(score.key, rewards, details, columns=columns, feedback=feedback)
 
 
 def token_values(score: Score | GroupScore) -> bytes:
     """Values of all token scores, float32, in order of the responses; empty without any."""
+    return b"".join(data for columns in columns_of(score) for data in columns.values())
+
+
+def columns_of(score: Score | GroupScore) -> list[dict[str, bytes]]:
+    """The token scores of each response, or of agents' sessions of each fork."""
     scores = score.scores if isinstance(score, GroupScore) else [score]
-    return b"".join(data for item in scores for data in item.token_scores.values())
+    return score.forks or [item.token_scores for item in scores]
 
 
 def reward_rules(config: Config) -> RewardRules:

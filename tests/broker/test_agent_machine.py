@@ -9,6 +9,7 @@ import pytest
 from april.broker.conformance.runs import NumberedPrompts, advance
 from april.broker.journal.snapshot import freeze, live_images, thaw
 from april.broker.ledger.admission import Verdict
+from april.broker.ledger.commands import score_tokens
 from april.broker.ledger.events import RowsAccepted, SessionLost
 from april.broker.ledger.ledger import Ledger, LedgerError
 from april.broker.ledger.rules import Rules
@@ -116,7 +117,8 @@ class World:
             if self.chance.random() < 0.5:
                 verdict = self.ledger.score(lease.id, self.chance.random(), superseded=behind)
             else:
-                verdict = self.ledger.close_agent(lease.id, behind, b"left")
+                said = self.chance.choice([None, (0.5, {})])
+                verdict = self.ledger.close_agent(lease.id, behind, b"left", said)
             if complete:
                 assert verdict is Verdict.OK and sample.length == complete, "it ends with a complete turn"
             if verdict is Verdict.OK:
@@ -125,7 +127,12 @@ class World:
 
     def score(self):
         if lease := self.a_lease(lambda lease: lease.scoring):
+            session, said = lease.sample, lease.sample.reward
+            columns = [{"teacher": fork.length - fork.sampled_from} for fork in session.sampled_forks]
+            if not session.group.evaluation:
+                score_tokens(self.ledger, lease.id, columns, b"", [])
             assert self.ledger.score(lease.id, 1.0) is Verdict.OK
+            assert session.reward == (1.0 if said is None else 0.5), "what the agent has said stands"
 
     def lose(self):
         if lease := self.a_lease(lambda lease: self.chance.random() < 0.2):

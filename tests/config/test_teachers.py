@@ -98,16 +98,17 @@ def test_an_algorithm_that_no_source_uses_may_compare_samples_where_groups_have_
             check_algorithms(config)
 
 
-def test_a_teacher_in_the_learner_is_no_teacher_of_images_that_agents_send(monkeypatch, policy_folder):
+def test_no_teacher_is_one_of_images_that_agents_send(monkeypatch, policy_folder):
     monkeypatch.setattr("april.learner.loading.loads_tower", lambda path: True)
     sections = {
         "model": {"path": policy_folder},
         "agent": {"command": ["true"]},
         "algorithm": {"divergence": "forward_kl"},
     }
-    FSDPEntry.check_model(made(**sections))
-    with pytest.raises(ConfigError, match="sees images that agents send, which a teacher in the learner is not shown"):
-        FSDPEntry.check_model(made(**sections, teacher=HELD))
+    FSDPEntry.check_model(made(**sections, teacher={}))
+    for teacher in (HELD, TOP):
+        with pytest.raises(ConfigError, match="sees images that agents send, which a teacher is not shown; use a text"):
+            FSDPEntry.check_model(made(**sections, teacher=teacher))
 
 
 def test_a_hint_may_be_longer_than_a_name_of_a_file(config_file):

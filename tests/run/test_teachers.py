@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from april.broker.ledger.events import TokensScored
+from april.broker.ledger.events import AgentClosed, TokensScored
 from april.broker.payloads import split_columns
 from april.data.tokenizer import Tokenizer
 from april.observe.report.run_folder import read_records
+from tests.support.agent_programs import AGENT
 from tests.support.journal_events import events, events_and_arrays
 from tests.support.run_processes import assert_closed, steps_recorded, wait_until
 from tests.support.teacher_servers import RandomTeacher, serving
@@ -40,6 +41,35 @@ def test_a_teacher_scores_every_trained_token_though_its_scorer_is_killed(
     for row in trained:
         gaps = [a - b for a, b in zip(row["token_scores"][0]["values"], row["behaviour_logprobs"], strict=True)]
         assert max(map(abs, gaps)) < 0.05, "of the very tokens, by the very weights that sampled them"
+
+
+@pytest.mark.full
+def test_a_teacher_scores_every_fork_of_an_agent_s_session_though_broker_and_scorer_are_killed(
+    start_run, run_dir, config_file, policy_folder, gate, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("READ_BY_AGENTS", str(tmp_path))
+    with config_file.open("a") as file:
+        file.write(f'\n[teacher.big]\npath = "{policy_folder}"\n')
+    program = ["--agent.program", "tests.support.agent_programs:with_branches", "--worker.count", "1"]
+    distil = ["--algorithm.advantage", "grpo", "--algorithm.distillation", "reverse_kl", "--reward.where", "scorer"]
+    job = start_run(*AGENT, *program, *distil, "--learner.ranks", "1", *gate.hold(1))
+    wait_until(lambda: (run_dir / "metrics.jsonl").exists() and steps_recorded(run_dir), job)
+    job.kill("april.cli broker")
+    job.kill("--name scorer-0")
+    gate.open()
+    assert job.wait() == 0, job.output
+    summary = assert_closed(run_dir)
+    assert summary["steps"] == 3 and not {"agent_failed", "superseded"} & summary["tokens"]["discarded"].keys()
+    said = {event.said[0] for event in events(run_dir) if isinstance(event, AgentClosed)}
+    assert said == {0.0, 1.0}, "the program's reward, which waits for the teacher"
+    rows = parquet.read_table(run_dir / "samples/step_000001.parquet").to_pylist()
+    trained = [row for row in rows if row["trained"]]
+    assert {row["branch"] for row in trained} == {0, 1, 2, 3, 4} and {row["reward"] for row in trained} <= said
+    for row in trained:
+        (scores,) = row["token_scores"]
+        pairs = zip(scores["values"], row["behaviour_logprobs"], strict=True)
+        gaps = [told - own for told, own in pairs if own is not None]
+        assert scores["name"] == "big" and max(map(abs, gaps)) < 0.05, "of the very tokens, after the very context"
 
 
 @pytest.mark.full

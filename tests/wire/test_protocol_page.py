@@ -76,7 +76,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     first = worker.next_training_lease([0, 0])
     assert not first.scoring and first.ids == [] and first.finish_reason == "" and first.reward == "final_answer"
     assert (first.budget, first.temperature, first.top_p, first.top_k) == (24, 1.0, 1.0, 0) and first.label in "01"
-    assert first.turn == [0, 0, b"", [], []] and first.min_p == 0
+    assert first.turn == [0, 0, b"", [], [], [], False] and first.min_p == 0
 
     worker.generate(first, 3, [0, 0])
     worker.send_chunk(first, 0, first.ids, first.logprobs, [0, 0])

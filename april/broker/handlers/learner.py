@@ -319,8 +319,8 @@ def wanted(fetch: wire.Fetch, logged: list[LoggedGroup]) -> list[LoggedGroup]:
 def trained_samples(group: Group) -> list[Sample]:
     """Samples of a group that become rows of its batch: those with a score. A session with forks contributes each fork
     in which the policy has sampled tokens."""
-    done = (sample for sample in group.samples_with_forks if sample.session_sample.state is SampleState.DONE)
-    return [sample for sample in done if sample.own_sampled_tokens or not sample.session_sample.forks]
+    done = (session for session in group.samples if session.state is SampleState.DONE)
+    return [sample for session in done for sample in session.sampled_forks]
 
 
 def group_head(group: Group, context: BrokerContext) -> wire.GroupHead:

@@ -4,7 +4,6 @@ and reports. Scorers send no other messages, so their handler is here too."""
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -15,6 +14,7 @@ from april import wire
 from april.broker.context import BrokerContext, MessageTable
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.commands import score_tokens
+from april.broker.ledger.events import Said
 from april.broker.ledger.samples import AgentSample, Group, Lease, Sample
 from april.broker.peers import Peer
 from april.data.rows import row_prompt
@@ -32,7 +32,9 @@ def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
     group, payloads = sample.group, context.payloads
     grants = context.peers.pending_for(peer).new_leases()
     responses = [each.latest_fork if lease.scoring else each for each in lease.samples]
-    task_index, arrays = grants.task_indices.get(group.id), [payloads.response_ids(response) for response in responses]
+    by_teacher = lease.scoring and context.ledger.rules.agents and teacher_of(context, group)
+    forks = [fork for each in lease.samples for fork in each.sampled_forks] if by_teacher else []
+    task_index, arrays = grants.task_indices.get(group.id), list(map(payloads.response_ids, [*responses, *forks]))
     peer.sent_bytes += sum(len(array.data) for array in arrays)
     if task_index is None:
         prompt = payloads.prompt(group.prompt)
@@ -74,6 +76,8 @@ def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
         state=state,
         stop_token_ids=stops,
         shown_images=[] if lease.scoring else list(sample.images),
+        forks=[fork.sampled_from for fork in forks],
+        rewarded=lease.scoring and lease.sample.reward is not None,
     )
     grants.add(grant, arrays)
 
@@ -94,10 +98,15 @@ def task_of(context: BrokerContext, group: Group) -> wire.Task:
         top_k=drawn.top_k,
         min_p=0.0 if group.evaluation else sampling.min_p,
         row_prompt=row_prompt(row, context.config.reward.asked(reward)),
-        teacher="" if group.evaluation else context.prompts.teacher_of(group.epoch, group.row),
+        teacher=teacher_of(context, group),
         images=list(group.images),
         max_response_tokens=context.prompts.budget_of(group.evaluation, group.epoch, group.row),
     )
+
+
+def teacher_of(context: BrokerContext, group: Group) -> str:
+    """Name of the teacher that scorers ask for the samples of a group; "" for none."""
+    return "" if group.evaluation else context.prompts.teacher_of(group.epoch, group.row)
 
 
 def sample_seed(run_seed: int, group: int, index: int, fork_number: int = 0) -> int:
@@ -227,7 +236,7 @@ class LeaseHolderHandler:
 
     def _accept_score(self, peer: Peer, scored: wire.Scored, now: float, values: bytes) -> None:
         lease = self.ledger.leases[scored.lease_id]
-        fault = score_fault(scored, len(lease.samples)) or token_score_fault(scored, lease.samples, values)
+        fault = score_fault(scored, len(lease.samples)) or token_score_fault(scored, lease, values)
         if fault:
             return self.reject(peer, lease.id, f"bad score: {fault}")
         if isinstance(scored, wire.TokenScored):
@@ -238,8 +247,10 @@ class LeaseHolderHandler:
                 peer.token_scores = lease.id, values_so_far
                 return
             score_tokens(self.ledger, lease.id, scored.columns, values_so_far, scored.feedback)
-        if lease.agent and lease.sample.group.group_scored:
-            return self._close_agent(peer, wire.Closed(lease.id, scored.superseded, scored.state), now)
+        group = lease.sample.group
+        if lease.agent and (group.group_scored or teacher_of(self.context, group)):
+            said = None if group.group_scored else (scored.rewards[0], scored.details[0])
+            return self._close_agent(peer, wire.Closed(lease.id, scored.superseded, scored.state), now, said)
         if lease.for_group:
             verdict = self.ledger.score_group(lease.id, scored.rewards, scored.details)
         else:
@@ -250,7 +261,7 @@ class LeaseHolderHandler:
             return self._fail_without_turn(peer, lease, now)
         self.peers.acknowledge(peer, lease.id)
 
-    def _close_agent(self, peer: Peer, closed: wire.Closed, now: float) -> None:
+    def _close_agent(self, peer: Peer, closed: wire.Closed, now: float, said: Said | None = None) -> None:
         lease = self.ledger.leases[closed.lease_id]
         if not lease.agent:
             return self.reject(peer, lease.id, "bad closing: the lease is no session")
@@ -258,7 +269,8 @@ class LeaseHolderHandler:
             return self.reject(peer, lease.id, f"bad closing: {TOO_MANY_FORKS}")
         if len(closed.state) > limits.MAX_AGENT_STATE_BYTES:
             return self.reject(peer, lease.id, f"bad closing: a state has at most {limits.MAX_AGENT_STATE_BYTES} bytes")
-        if self.ledger.close_agent(lease.id, closed.superseded, closed.state) is Verdict.INVALID:
+        verdict = self.ledger.close_agent(lease.id, closed.superseded, closed.state, said)
+        if verdict is Verdict.INVALID:
             return self._fail_without_turn(peer, lease, now)
         self.peers.acknowledge(peer, lease.id)
 
@@ -343,29 +355,32 @@ def joined_values(peer: Peer, scored: wire.TokenScored, values: bytes) -> bytes 
     return before + values if (lease_id, len(before)) == (scored.lease_id, 4 * scored.start) else None
 
 
-def token_score_fault(scored: wire.Scored, samples: Sequence[Sample], values: bytes) -> str:
+def token_score_fault(scored: wire.Scored, lease: Lease, values: bytes) -> str:
     """Fault in the token scores that a holder reports for the responses of a lease; empty if they are valid."""
     if not isinstance(scored, wire.TokenScored):
         return ""
-    if isinstance(samples[0], AgentSample) or len(scored.columns) != len(samples):
-        return "token scores are for each response of the lease, and for no agent's session"
-    if len(scored.feedback) not in (0, len(samples)):
+    responses = [fork for sample in lease.samples for fork in sample.sampled_forks]
+    if lease.agent or len(scored.columns) != len(responses):
+        return "token scores are for each response of the lease, or fork of its sessions, and from no agent"
+    if len(scored.feedback) not in (0, len(responses)):
         return "feedback is for each response of the lease"
     if sum(map(len, scored.feedback)) > limits.MAX_FEEDBACK_CHARACTERS:
         return f"the feedback of a score has at most {limits.MAX_FEEDBACK_CHARACTERS} characters"
     if 4 * value_count(scored) > limits.MAX_TOKEN_SCORE_BYTES:
         return f"token scores have at most {limits.MAX_TOKEN_SCORE_BYTES} bytes"
-    for sample, columns in zip(samples, scored.columns, strict=True):
+    for response, columns in zip(responses, scored.columns, strict=True):
         most = limits.MAX_TOKEN_SCORES
-        if len(columns) > most or not all(fits(count, sample) for count in columns.values()):
+        if len(columns) > most or not all(fits(count, response) for count in columns.values()):
             return f"a response has at most {most} token scores, each with as many values as it has tokens or turns"
     return "" if np.isfinite(np.frombuffer(values, "<f4")).all() else "a token score is a finite number"
 
 
 def fits(count: int, sample: Sample) -> bool:
-    """Whether a token score with `count` values has one for each turn, or as many for each token of the response."""
-    each, rest = divmod(count, sample.length) if sample.length else (count, 0)
-    return count in (sample.length, sample.turns) or (1 <= each <= limits.MAX_VALUES_PER_TOKEN and not rest)
+    """Whether a token score with `count` values has one for each turn, or as many for each token of the response. Of an
+    agent's session only tokens from the first that the policy sampled on have any."""
+    tokens, turns = sample.length - sample.sampled_from, 0 if isinstance(sample, AgentSample) else sample.turns
+    each, rest = divmod(count, tokens) if tokens else (count, 0)
+    return 0 < count == turns or (1 <= each <= limits.MAX_VALUES_PER_TOKEN and not rest)
 
 
 # --- scorers ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from april.broker.ledger.samples import Lease, fork_position
+from april.broker.ledger.forks import fork_position
+from april.broker.ledger.samples import Lease
 from april.broker.ledger.state import LedgerState
 from april.wire.message import Version
 from april.wire.rows import CHUNK, ROW, Buffer, ReportRow

@@ -12,6 +12,8 @@ import msgspec
 
 from april.wire.rows import ROW, ReportRow, read_rows
 
+Said = tuple[float, dict[str, float]]
+"""(reward, details), as an agent says them."""
 EventArray = tuple[int, bytes | memoryview]
 """(crc32, data) of an array in an event's record."""
 
@@ -122,13 +124,15 @@ class AgentLeased(Event):
 
 
 class AgentClosed(Event):
-    """The agent has finished; the sample waits for its score."""
+    """The agent has finished; the sample waits for its score, or with a reward for its teacher alone."""
 
     lease_id: int
     superseded: list[tuple[int, int]] = []
     """(fork number, length): tokens of that fork after `length` are known only to an earlier execution of the agent."""
     state: bytes = b""
     """State that the agent leaves for the verifier."""
+    said: Said | None = None
+    """Reward that the agent has said, which stands, with its details; None leaves the reward to the verifier."""
 
 
 class RowsAccepted(Event):
@@ -162,7 +166,7 @@ class SessionLost(Event):
 
 
 class SampleScored(Event):
-    """A sample has its reward; its lease ends."""
+    """A sample has its score; its lease ends."""
 
     lease_id: int
     reward: float
@@ -177,7 +181,8 @@ class TokensScored(Event):
 
     lease_id: int
     columns: list[dict[str, int]]
-    """For each response of the lease: name of each token score -> how many values it has, in order of the values."""
+    """For each response of the lease, of sessions for each fork in which the policy has sampled tokens: name of each
+    token score -> how many values it has, in order of the values."""
     feedback: list[str] = []
     """For each response, the text that its verifier gave beside the reward, or ""; empty if no response has any."""
 

@@ -25,6 +25,7 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.ledger import events
 from april.broker.ledger.admission import PendingTail, Verdict, accepted_images, check_row
 from april.broker.ledger.events import EventArray
+from april.broker.ledger.forks import Superseded, has_known_answer
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import (
     TO_GENERATE,
@@ -33,8 +34,6 @@ from april.broker.ledger.samples import (
     Lease,
     Sample,
     SampleState,
-    Superseded,
-    has_known_answer,
     needs_agent,
 )
 from april.broker.ledger.state import LedgerState
@@ -142,17 +141,17 @@ class Ledger(LedgerState):
         self.expire_at(lease, expires_at)
         return lease
 
-    def close_agent(self, lease_id: int, superseded: Superseded = (), state: bytes = b"") -> Verdict:
-        """Close a finished agent's session, which a verifier then scores; invalid if the agent received no answer.
-
-        `superseded`: see `events.AgentClosed`; `state`: the agent's state for the verifier.
-        """
+    def close_agent(
+        self, lease_id: int, superseded: Superseded = (), state: bytes = b"", said: events.Said | None = None
+    ) -> Verdict:
+        """Close a finished agent's session, which waits for a scoring lease then; invalid if the agent received no
+        answer. `state`: the agent's state for the verifier; for the others see `events.AgentClosed`."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
         if not lease.agent or not has_known_answer(lease.sample, superseded):
             return Verdict.INVALID
-        self.commit(events.AgentClosed(lease_id, list(superseded), state))
+        self.commit(events.AgentClosed(lease_id, list(superseded), state, said))
         return Verdict.OK
 
     def lose_session(self, sample: Sample) -> None:
@@ -239,13 +238,10 @@ class Ledger(LedgerState):
         return self.add_chunks(pack_rows([row]), payload)[0]
 
     def score(
-        self,
-        lease_id: int,
-        reward: float,
-        details: dict[str, float] | None = None,
-        superseded: Superseded = (),
+        self, lease_id: int, reward: float, details: dict[str, float] | None = None, superseded: Superseded = ()
     ) -> Verdict:
-        """Score a sample, or a session by its agents process; `superseded`: see `events.AgentClosed`."""
+        """Score a sample, or a session by its agents process; `superseded`: see `events.AgentClosed`. A reward that
+        the agent has said before stands."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
@@ -254,6 +250,8 @@ class Ledger(LedgerState):
         needs_group = lease.for_group or (lease.agent and lease.sample.group.group_scored)
         if needs_group or (lease.agent and not has_known_answer(lease.sample, superseded)):
             return Verdict.INVALID
+        if lease.sample.reward is not None:
+            reward, details = lease.sample.reward, lease.sample.details
         self.commit(events.SampleScored(lease_id, reward, details or {}, list(superseded) if lease.agent else []))
         return Verdict.OK
 

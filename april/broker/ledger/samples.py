@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from april.broker.ledger.chunk_refs import ChunkRef, Segment, add_chunk_ref, chunk_refs_in, segments_in
@@ -106,6 +107,12 @@ class Sample(NoAgentDefaults):
         return segments_in(self.chunks)
 
     @property
+    def sampled_from(self) -> int:
+        """Token offset at which the first sampled span starts, after what an agent said and shared tokens; 0 without
+        one."""
+        return min((start for start, _, _ in self.segments), default=0)
+
+    @property
     def sampled_until(self) -> int:
         """Token offset at which the last sampled span ends; 0 without one."""
         return max((end for _, end, _ in self.segments), default=0)
@@ -159,6 +166,11 @@ class Sample(NoAgentDefaults):
     def complete_turns_length(self) -> int:
         """Length in tokens up to the end of the last complete turn: everything that the agent has an answer for."""
         return self.last_turn_end(self.length)
+
+    @property
+    def sampled_forks(self) -> "list[Sample]":
+        """The sample itself, or of a session with forks each fork in which the policy has sampled tokens."""
+        return [fork for fork in self.with_forks if fork.own_sampled_tokens or not self.forks]
 
     @property
     def latest_fork(self) -> "Sample":
@@ -272,7 +284,8 @@ class Group:
     """Whether one lease scores all samples of the group together."""
     token_scores: dict[int, tuple[int, int, int, list[str]]] | None = None
     """Token scores and feedback by index of the sample: position and length of the journal record with them, number of
-    the response in that record, and names of the scores. None if no sample has any."""
+    the response in that record, for a session of the first of its `sampled_forks`, and names of the scores. None if no
+    sample has any."""
     images: Sequence[str] = ()
     """Names of the prompt's images, in order."""
     number: int = -1
@@ -287,6 +300,13 @@ class Group:
             if isinstance(sample, AgentSample):
                 sample.forks = ()
         self.samples.clear()
+
+    def place_token_scores(self, samples: list[Sample], record: tuple[int, int], columns: list[dict[str, int]]) -> None:
+        """Note in which journal record the token scores of samples are; `columns`: see `events.TokensScored`."""
+        firsts = accumulate((len(sample.sampled_forks) for sample in samples), initial=0)
+        placed = zip(samples, firsts, strict=False)
+        scored = {sample.index: (*record, first, sorted(columns[first])) for sample, first in placed}
+        self.token_scores = {**(self.token_scores or {}), **scored}
 
     @property
     def live_samples(self) -> list[Sample]:
@@ -350,50 +370,3 @@ def needs_agent(sample: Sample) -> bool:
     """Whether a sample is the main sample of an unfinished session that no agents process runs."""
     is_open = sample.state in UNFINISHED and sample.group.state is GroupState.OPEN
     return is_open and not sample.agent_lease and sample.main_sample is None
-
-
-# --- forks of a session -----------------------------------------------------------------------------------------------
-
-
-Superseded = Sequence[tuple[int, int]]
-"""(fork number, length) per fork: tokens after `length` were seen only by an earlier execution of the agent, and are
-discarded."""
-
-
-def add_fork(parent: Sample, number: int, shared_tokens: int) -> Sample:
-    """Add a fork to the session of `parent`. The fork shares the first `shared_tokens` tokens of `parent`, which end a
-    turn."""
-    new = AgentSample(parent.group, parent.index, SampleState.PARTIAL, cache_worker=parent.cache_worker)
-    for ref in parent.chunk_refs:
-        if new.length < shared_tokens:
-            new.extend(ref._replace(observed=True))
-    new.main_sample, new.fork_number = parent.session_sample, number
-    new.parent_fork, new.shared_tokens = parent.fork_number, shared_tokens
-    new.images = images_before(parent.images, shared_tokens)
-    as_agent_sample(parent.session_sample).forks += (new,)
-    return new
-
-
-def fork_position(session: Sample, number: int, start: int, parent: int) -> tuple[int, bool]:
-    """(length of fork `number` in tokens, whether the agent may append an observation to it).
-
-    A fork that does not exist yet may begin at the end of a complete turn of its parent, or at token 0.
-    """
-    if fork := session.find_fork(number):
-        return fork.length, fork.state is SampleState.ACTING
-    parent_sample = session.find_fork(parent)
-    return start, parent_sample is not None and parent_sample.last_turn_end(start) == start
-
-
-def turn_ends_by_fork(session: Sample, superseded: Superseded) -> Iterator[tuple[Sample, int, int]]:
-    """(fork, end of its last complete turn, end of its last turn known to the newest execution of the agent), in
-    tokens, for each fork of a session."""
-    known_lengths = dict(superseded)
-    for fork in session.with_forks:
-        known = known_lengths.get(fork.fork_number, fork.length)
-        yield fork, fork.complete_turns_length, fork.last_turn_end(known)
-
-
-def has_known_answer(session: Sample, superseded: Superseded) -> bool:
-    """Whether the newest execution of the agent has received any answer of the policy."""
-    return any(length for _, _, length in turn_ends_by_fork(session, superseded))

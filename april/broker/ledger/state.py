@@ -12,6 +12,7 @@ import msgspec
 from april.broker.ledger import events
 from april.broker.ledger.batches import LengthCohorts, ReadyGroups, StalenessBound
 from april.broker.ledger.dead_letters import DeadLetterQueue
+from april.broker.ledger.forks import turn_ends_by_fork
 from april.broker.ledger.leases import LeaseBook, OpenSamples
 from april.broker.ledger.prompt_cursor import PromptCursor
 from april.broker.ledger.queues import HandOutQueue
@@ -25,7 +26,6 @@ from april.broker.ledger.samples import (
     Sample,
     SampleState,
     needs_agent,
-    turn_ends_by_fork,
 )
 from april.wire.message import Version
 from april.wire.training import WeightFolder
@@ -292,6 +292,7 @@ class LedgerState:
         """Mark a sample as dead; returns whether that ends its group, which is then discarded for `reason`."""
         self.leases.revoke(session)
         self.open_samples.set_state(session, SampleState.DEAD)
+        session.reward = session.details = None
         self.end_forks(session, SampleState.DEAD)
         group = session.group
         if len(group.live_samples) >= (1 if group.evaluation else self.rules.min_group_size or len(group.samples)):

@@ -8,6 +8,7 @@ from typing import Any
 
 from april.broker.ledger import events
 from april.broker.ledger.chunk_refs import add_chunk_ref
+from april.broker.ledger.forks import add_fork
 from april.broker.ledger.samples import (
     TO_GENERATE,
     AgentSample,
@@ -16,7 +17,6 @@ from april.broker.ledger.samples import (
     Lease,
     Sample,
     SampleState,
-    add_fork,
     as_agent_sample,
 )
 from april.broker.ledger.state import DEAD_SAMPLE, LedgerState
@@ -173,11 +173,7 @@ def end_response(ledger: LedgerState, lease: Lease, row: ReportRow) -> None:
 
 def on_tokens_scored(ledger: LedgerState, event: events.TokensScored, reference: Any) -> None:
     samples = ledger.leases[event.lease_id].samples
-    position, length = reference or (0, 0)
-    columns = [sorted(counts) for counts in event.columns]
-    scored = {sample.index: (position, length, number, columns[number]) for number, sample in enumerate(samples)}
-    group = samples[0].group
-    group.token_scores = {**(group.token_scores or {}), **scored}
+    samples[0].group.place_token_scores(samples, reference or (0, 0), event.columns)
 
 
 def on_sample_scored(ledger: LedgerState, event: events.SampleScored, reference: Any) -> None:
@@ -269,6 +265,8 @@ def on_agent_closed(ledger: LedgerState, event: events.AgentClosed, reference: A
     sample = as_agent_sample(ledger.leases.release(event.lease_id).sample)
     ledger.end_session(sample, event.superseded)
     sample.agent_state = event.state
+    if event.said:
+        sample.reward, sample.details = event.said
     ledger.open_samples.set_state(sample, SampleState.GENERATED)
     ledger.queue.push(sample)
 

@@ -43,7 +43,7 @@ class RewardRules(msgspec.Struct, frozen=True):
     over_limit: str = "wrong"
     """Outcome of a response that its verifier cannot decide within its limits: "failed" (no reward) or "wrong"."""
     has_sessions: bool = False
-    """Whether responses are sessions of agents, which have no token scores."""
+    """Whether responses are sessions of agents, to which verifiers give no token scores."""
     name: str = ""
     """The run's verifier, whose responses have a reward of `parts`."""
     parts: dict[str, RewardPart] = {}
@@ -102,6 +102,8 @@ class Score(msgspec.Struct, array_like=True, frozen=True, tag=True):
     each turn."""
     feedback: str = ""
     """Text that a verifier gives beside the reward; "" for none."""
+    forks: list[dict[str, bytes]] = []
+    """Of an agent's session: the columns of each fork that a teacher has scored, in place of `token_scores`."""
 
 
 class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -109,6 +111,8 @@ class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
     key: int
     scores: list[Score]
+    forks: list[dict[str, bytes]] = []
+    """Of agents' sessions: the columns of each fork that a teacher has scored, session by session."""
 
 
 def feedback_in(given: Mapping[str, Any]) -> str:

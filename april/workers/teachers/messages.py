@@ -29,10 +29,12 @@ class TeacherItem(msgspec.Struct, array_like=True, frozen=True):
     key: int
     prompt: bytes
     responses: list[bytes]
+    starts: list[int] = []
+    """Number of tokens at the beginning of each response that are read alone, and not scored; empty: none of any."""
 
 
 class TeacherAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities of the tokens of each response, float32 bytes, or the error why there are none."""
+    """Log-probabilities of the scored tokens of each response, float32 bytes, or the error why there are none."""
 
     key: int
     columns: list[bytes] = []

@@ -57,14 +57,17 @@ class Teachers:
         """Number of scores that have come from the verifiers and wait for their teacher."""
         return len(self._scores)
 
-    def submit(self, key: int, name: str, prompt: np.ndarray, responses: Sequence[np.ndarray]) -> None:
-        """Ask a teacher for the log-probabilities of responses, int32 [R] each, to a prompt, int32 [P]."""
+    def submit(
+        self, key: int, name: str, prompt: np.ndarray, responses: Sequence[np.ndarray], starts: Sequence[int] = ()
+    ) -> None:
+        """Ask a teacher for the log-probabilities of responses, int32 [R] each, to a prompt, int32 [P]; of each from
+        its token in `starts` on, if there are any."""
         pool = self._pools.get(name)
         if pool is None:
             pool = self._pools[name] = TeacherPool(self.config, name)
         self._asked[key] = name
         ids = [np.asarray(response, "<i4").tobytes() for response in responses]
-        pool.put(TeacherItem(key, np.asarray(prompt, "<i4").tobytes(), ids))
+        pool.put(TeacherItem(key, np.asarray(prompt, "<i4").tobytes(), ids, list(starts)))
 
     def joined(self, scores: Sequence[AnyScore]) -> list[AnyScore]:
         """Scores that are complete: new ones without a teacher or with an error, and those whose teacher has answered,
@@ -89,11 +92,13 @@ class Teachers:
 
 def with_column(score: AnyScore, name: str, answer: TeacherAnswer) -> AnyScore:
     """A score with the log-probabilities of a teacher as the token score of its name, and its most likely ids as
-    another, or with the teacher's error."""
+    another, or with the teacher's error. Agents' sessions have one for each fork."""
     if answer.error:
         return Score(score.key, None, answer.error)
     told = [{name: data} for data in answer.columns]
     told = [one | {top_k_score(name): top} for one, top in zip(told, answer.tops, strict=True)] if answer.tops else told
+    if len(told) != (len(score.scores) if isinstance(score, GroupScore) else 1):
+        return replace(score, forks=told)
     if isinstance(score, Score):
         return replace(score, token_scores={**score.token_scores, **told[0]})
     pairs = zip(score.scores, told, strict=True)

@@ -45,10 +45,9 @@ def answer_of(teacher: Teacher, item: TeacherItem, rules: TeacherRules) -> Teach
     """Ask a teacher for the log-probabilities of an item's responses. Raises TeacherError for a wrong number of values,
     or invalid ones."""
     prompt = np.frombuffer(item.prompt, "<i4")
-    found = [
-        checked(teacher(np.concatenate([prompt, response])), len(prompt), len(response), rules)
-        for response in (np.frombuffer(data, "<i4") for data in item.responses)
-    ]
+    texts = [np.concatenate([prompt, np.frombuffer(data, "<i4")]) for data in item.responses]
+    begins = [len(prompt) + start for start in item.starts or [0] * len(texts)]
+    found = [checked(teacher(text), begin, len(text) - begin, rules) for text, begin in zip(texts, begins, strict=True)]
     tops = [top.tobytes() for _, top in found] if rules.top_k else []
     return TeacherAnswer(item.key, [logprobs.tobytes() for logprobs, _ in found], tops=tops)
 

@@ -209,6 +209,26 @@ def test_a_response_is_scored_by_its_verifier_and_by_a_folder_s_model_together(c
     assert closing(scores[1]).columns == [{"big": len(response)}] and not scores[2].token_scores
 
 
+def test_the_forks_of_a_session_are_scored_from_the_first_sampled_token_on_and_a_said_reward_needs_no_verifier(
+    config_file, policy_folder
+):
+    config = with_teacher(config_file, path=policy_folder)
+    scoring, none = Scoring(config, Tokenizer(policy_folder), start_now=False), np.zeros(0, np.int32)
+    forks = [scoring.tokenizer.encode_prompt(text) for text in ("1+1=#2", "1+1=#2+2=")]
+    task, starts = replace(task_of("exact"), teacher="big"), [5, 6]
+    for lease_id, rewarded in ((1, False), (2, True)):
+        grant = replace(grant_of(lease_id), forks=starts, rewarded=rewarded)
+        of_session = task if not rewarded else replace(task, reward="not:there")
+        scoring.submit(LeasedTask(grant, of_session, [none, forks[1], *forks]), "stop")
+    scores = collect(scoring, 2)
+    scoring.close()
+    teacher = FolderTeacher(rules(policy_folder))
+    expected = np.concatenate([teacher(ids)[start - 1 :] for ids, start in zip(forks, starts, strict=True)])
+    for score in scores.values():
+        assert closing(score).columns == [{"big": len(ids) - start} for ids, start in zip(forks, starts, strict=True)]
+        np.testing.assert_allclose(np.frombuffer(token_values(score), np.float32), expected, atol=1e-5)
+
+
 @pytest.mark.full
 def test_a_teacher_s_error_is_the_score_s_and_a_failed_verifier_does_not_wait_for_the_teacher(
     config_file, policy_folder

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
-from april.config.teachers import held_teacher
 from april.learner.backends.entry import BackendEntry
 from april.util.errors import refuse
 
@@ -30,11 +29,11 @@ class FSDPEntry(BackendEntry):
 
             if said := objection_to_division(config.model.path, section.context_parallel):
                 raise ConfigError(f"key 'learner.context_parallel' = {section.context_parallel} {said}")
-        if config.agent.is_set and held_teacher(config):
+        if config.agent.is_set and config.teacher:
             from april.learner.loading import loads_tower
 
             if loads_tower(config.model.path):
-                why = "sees images that agents send, which a teacher in the learner is not shown"
+                why = "sees images that agents send, which a teacher is not shown"
                 fix = "use a text model, or leave out [agent] or [teacher.NAME]"
                 refuse("model.path", config.model.path, why, fix)
 
