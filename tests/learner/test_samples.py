@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import astuple
 
 from april import cli, runs, wire
+from april.cli.command import wide_console
 from april.config import ConfigError
 from april.config.data import DataSection
 from april.data.groups import chosen_groups
@@ -19,7 +20,7 @@ from april.data.images import name_of
 from april.learner import loop, samples
 from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
-from april.observe.report.samples import read_step
+from april.observe.report.samples import read_step, render_samples
 from april.util.versions import RUN_FOLDER
 from april.wire.message import Version
 from tests.support.learner.small_learner import Diary, batch_in_turns, make_config, make_sample
@@ -145,6 +146,19 @@ def test_discarded_samples_are_stored_with_their_reason_and_without_an_invented_
         assert (row["delivered_at"], row["discarded_at"]) == (None, 19.0)
     assert cli.main(["samples", str(lived.config.run_dir), "--step", "3", "--group", "1000"]) == 0
     assert "reward –  advantage – (no gradient)" in capsys.readouterr().out
+
+
+def test_what_a_verifier_said_of_a_sample_is_printed_with_it_and_steers_no_terminal(
+    policy_folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(samples, "Tokenizer", Letters)
+    writer = samples.SampleWriter(make_config(policy_folder, tmp_path))
+    sample = make_sample(np.random.default_rng(0), 2, 3, 1.0)
+    writer.keep(TrainingBatch(0, [[replace(sample, feedback="line 3: \x1b[2J"), sample]]), np.zeros(2), None)
+    writer.finish()
+    wide_console().print(render_samples(read_step(writer.folder.parent)))
+    said = capsys.readouterr().out
+    assert r"feedback: line 3: \x1b[2J" in said and said.count("feedback: ") == 1
 
 
 TWO_SOURCES = DataSection(sources=[{"path": "a.jsonl"}, {"path": "b.jsonl"}])

@@ -120,13 +120,16 @@ def held_out(sample: Sample) -> str:
 
 
 def render_samples(samples: list[Sample]) -> RenderableType:
-    """For each sample its headline, the prompt dimmed, the response, and the reference answer."""
+    """For each sample its headline, the prompt dimmed, the response, the reference answer, and what its verifier said
+    of it."""
     parts: list[RenderableType] = []
     for sample in samples:
         parts += [Text(f"── {headline(sample)}", style="bold")]
         parts += [Text(printable(sample["prompt"]), style="dim"), Text(printable(sample["response"]))]
         if label := sample.get("label"):
             parts += [Text.assemble(("reference answer: ", "dim"), printable(shortened(label, MAX_LABEL_CHARACTERS)))]
+        if feedback := sample.get("feedback"):
+            parts += [Text.assemble(("feedback: ", "dim"), printable(shortened(feedback)))]
     return Group(*parts)
 
 
