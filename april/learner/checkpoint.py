@@ -31,8 +31,12 @@ from april.learner.lora import save_adapter
 from april.learner.model import Policy, gather_tensors
 from april.learner.optimizers import DEFAULT, OPTIMIZERS
 from april.learner.optimizers.base import PartOptimizer
+from april.learner.process_group import long_wait_group
+from april.learner.weight_parts import WeightTensor, gather_part, written_by_all
 from april.util.errors import refuse, toml_like
-from april.util.files import read_whole, retried, sync
+from april.util.files import read_whole, retried, sync, write_pieces
+from april.weights.folders import INDEX_FILE, WrittenFile, index_of, write_tensors
+from april.wire.message import Version
 
 log = logging.getLogger(__name__)
 
@@ -301,10 +305,38 @@ def write_model(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Pa
     partial = out_dir.with_name(f"{out_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     lm.save_pretrained(partial, state_dict=state, save_original_format=False)
+    copy_other_files(source_folder, partial)
+    replace_folder(partial, out_dir)
+
+
+def export_parts(
+    tensors: Sequence[WeightTensor], dtype: torch.dtype | None, source_folder: Path, out_dir: Path
+) -> None:
+    """Write a Hugging Face folder as `export` does, on a disk that all ranks see: each rank gathers and writes a part
+    of the weights, rank 0 the other files. Raises OSError on every rank if one cannot write its part. Collective; the
+    others do not wait for rank 0's files."""
+    part, group, rank = gather_part(Version(0, 0), tensors, dtype), long_wait_group(), dist.get_rank()
+    partial = out_dir.with_name(f"{out_dir.name}.partial")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier(group)
+
+    def write() -> list[WrittenFile]:
+        retried(lambda: partial.mkdir(parents=True, exist_ok=True))
+        return write_tensors(part, rank, lambda name, pieces: retried(write_pieces, partial / name, pieces))
+
+    files = written_by_all(write, str(out_dir), group)
+    if rank == 0:
+        retried((partial / INDEX_FILE).write_bytes, index_of(files))
+        retried(copy_other_files, source_folder, partial)
+        replace_folder(partial, out_dir)
+
+
+def copy_other_files(source_folder: Path, target: Path) -> None:
+    """Copy the files of a model's folder but its weights."""
     for path in Path(source_folder).iterdir():
         if path.is_file() and not WEIGHT_FILES.fullmatch(path.name):
-            shutil.copy(path, partial / path.name)
-    replace_folder(partial, out_dir)
+            shutil.copy(path, target / path.name)
 
 
 def dtype_of_folder(folder: Path) -> torch.dtype | None:

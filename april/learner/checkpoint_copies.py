@@ -158,6 +158,11 @@ class Disks:
     def count(self) -> int:
         return len(self.leaders)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several ranks, which all see the same disk."""
+        return 1 == self.count < len(self.disk_of_rank)
+
     def ranks(self, disk: int) -> list[int]:
         return [rank for rank, its in enumerate(self.disk_of_rank) if its == disk]
 

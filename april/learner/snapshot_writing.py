@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,14 +17,14 @@ from april.config.stored import CHECKSUMS_FILE
 from april.learner.checkpoint import WEIGHT_FILES
 from april.learner.process_group import all_gather_values, long_wait_group
 from april.learner.trainer import Trainer
-from april.learner.weight_parts import gather_part
+from april.learner.weight_parts import gather_part, written_by_all
 from april.util.files import read_whole
 from april.util.lifetime import in_background
 from april.util.objects import StoreError
 from april.weights import TRANSPORTS
 from april.weights.base import AdapterWeights
 from april.weights.canary import Canary
-from april.weights.folders import KEPT, SnapshotFolders, WrittenFile
+from april.weights.folders import KEPT, SnapshotFolders
 from april.weights.snapshot import Snapshot, pack
 from april.wire.message import Version
 from april.wire.training import WeightFolder
@@ -113,16 +114,8 @@ class SnapshotWriting:
     def _write(self, part: Snapshot) -> dict[str, float]:
         """Write this rank's part and, on rank 0, complete the snapshot. Collective, in a group of its own."""
         began, rank = time.perf_counter(), dist.get_rank()
-        written: list[WrittenFile] | str
-        try:
-            written = self.folders.write_part(part, rank, self._base)
-        except Exception as error:  # the other ranks wait for what becomes of each
-            written = f"rank {rank} cannot write its part of weights {part.version}: {error}"
-        files = list[WrittenFile]()
-        for its in all_gather_values(written, list[WrittenFile] | str, self.group):
-            if isinstance(its, str):
-                raise OSError(its)
-            files += its
+        write = partial(self.folders.write_part, part, rank, self._base)
+        files = written_by_all(write, f"weights {part.version}", self.group)
         if self.tell:
             rests_on = self._chains[-1] if self._base else []
             folder = self.folders.complete(part.version, files, part.canary, self.others, rests_on)

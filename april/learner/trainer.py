@@ -482,8 +482,7 @@ class Trainer:
             self.checkpoints.copies.export(self.config.exported_best)
 
     def export(self) -> None:
-        """Write the policy as a Hugging Face folder, `checkpoints/policy`, and a LoRA adapter also into
-        `checkpoints/adapter`. Rank 0 writes; the others do not wait for it."""
+        """Write the policy as a Hugging Face folder, and a LoRA adapter also into `checkpoints/adapter`. Collective."""
         self.write_model(self.config.exported_policy)
         self.checkpoints.copies.export(self.config.exported_policy)
         if self.config.lora.is_set:
@@ -492,7 +491,10 @@ class Trainer:
             self.checkpoints.copies.export(self.config.exported_adapter)
 
     def write_model(self, out_dir: Path) -> None:
-        """Write the current weights as a Hugging Face folder, in the dtype of the starting model. Collective."""
+        """Write the current weights as a Hugging Face folder, in the dtype of the starting model: each rank a part,
+        rank 0 all where they cannot be divided or ranks see different disks. Collective."""
         source = self.config.model.path
-        state = self.backend.weights(checkpoint.dtype_of_folder(source))
-        checkpoint.export(self.backend.lm, state, source, out_dir)
+        dtype = checkpoint.dtype_of_folder(source)
+        if self.checkpoints.disks.is_shared and (tensors := self.backend.divisible_weights()):
+            return checkpoint.export_parts(tensors, dtype, source, out_dir)
+        checkpoint.export(self.backend.lm, self.backend.weights(dtype), source, out_dir)

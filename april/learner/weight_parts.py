@@ -9,7 +9,7 @@ part = gather_part(version, backend.divisible_weights(), dtype)
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, cycle, zip_longest
@@ -23,8 +23,19 @@ from torch.distributed.tensor import DTensor
 
 from april.learner.loading import persistent_buffers, tensors_in_files
 from april.learner.model import BUCKET_BYTES, sharded_dim
+from april.learner.process_group import all_gather_values
 from april.weights.channel import TensorHead
-from april.weights.snapshot import ALIGNMENT_BYTES, Snapshot, byte_size, digest, empty_buffer, fused_name, layout
+from april.weights.folders import WrittenFile
+from april.weights.snapshot import (
+    ALIGNMENT_BYTES,
+    DTYPES,
+    Snapshot,
+    byte_size,
+    digest,
+    empty_buffer,
+    fused_name,
+    layout,
+)
 from april.wire.message import Version
 
 IN_FLIGHT = 2
@@ -56,18 +67,19 @@ class WeightTensor:
 
 def divisible(lm: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[WeightTensor] | None:
     """`tensors`, the weights of `lm`, and its buffers, as Hugging Face files have them; None if that is not what
-    consecutive values of them are, or some are sharded by anything but rows."""
+    consecutive values of them are, or some are sharded by anything but rows, or of a dtype that no part has."""
     named = dict(chain(tensors, persistent_buffers(lm)))
     found = tensors_in_files(lm, {name: tensor.shape for name, tensor in named.items()})
-    if found is None or not all(is_divided_by_rows(tensor) for tensor in named.values()):
+    if found is None or not all(map(is_divisible, named.values())):
         return None
     return [WeightTensor(name, named[each.source], each.first, each.shape) for name, each in found.items()]
 
 
-def is_divided_by_rows(tensor: Tensor) -> bool:
-    """Whether a tensor is whole on every rank, or divided by rows over the last dimension of its mesh alone."""
+def is_divisible(tensor: Tensor) -> bool:
+    """Whether a tensor has a dtype of parts, and is whole on every rank, or divided by rows over the last dimension of
+    its mesh alone."""
     if not isinstance(tensor, DTensor):
-        return True
+        return tensor.dtype in DTYPES.values()
     *others, _ = tensor.placements
     return sharded_dim(tensor) in (None, 0) and all(placement.is_replicate() for placement in others)
 
@@ -297,3 +309,22 @@ def aligned(size: int) -> int:
 
 def as_bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
+
+
+# --- files of parts ---------------------------------------------------------------------------------------------------
+
+
+def written_by_all(write: Callable[[], list[WrittenFile]], what: str, group: dist.ProcessGroup) -> list[WrittenFile]:
+    """The files of all ranks, each of which writes its part with `write`. Raises OSError on every rank if one of them
+    could not. `what`: what is written, in words. Collective."""
+    written: list[WrittenFile] | str
+    try:
+        written = write()
+    except Exception as error:  # the other ranks wait for what becomes of each
+        written = f"rank {dist.get_rank()} cannot write its part of {what}: {error}"
+    files = list[WrittenFile]()
+    for its in all_gather_values(written, list[WrittenFile] | str, group):
+        if isinstance(its, str):
+            raise OSError(its)
+        files += its
+    return files

@@ -133,6 +133,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def write_pieces(path: Path, pieces: Callable[[], Iterable[Buffer]]) -> None:
+    """Write a file piece by piece, and sync it."""
+    with path.open("wb") as file:
+        file.writelines(pieces())
+        file.flush()
+        os.fsync(file.fileno())
+
+
 AGAIN_S = (0.05, 1.0)
 """Pauses before each further try of a call that the system has refused, seconds."""
 Result = TypeVar("Result")

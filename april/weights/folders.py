@@ -18,7 +18,7 @@ import hashlib
 import logging
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,27 +120,11 @@ class SnapshotFolders:
 
     def write_part(self, part: Snapshot, rank: int, base: Snapshot | None = None) -> list[WrittenFile]:
         """Write the tensors that one rank holds, or what has changed in them since `base`."""
-        offsets = dict(zip((head.name for head in part.heads), layout(part.heads)[0], strict=True))
-        new, old = (unpack(each.heads, each.data) if base and each else {} for each in (part, base))
-        written = []
-        for number, heads in enumerate(divided(part.heads)):
-            digests: list[str] = []
-            deltas = delta_pieces(heads, new, old) if base else []
 
-            def pieces(
-                heads: list[TensorHead] = heads, deltas: list[bytes] = deltas, digests: list[str] = digests
-            ) -> Iterator[bytes | memoryview]:
-                found = hashlib.sha256()
-                for piece in deltas or file_pieces(heads, offsets, part.data):
-                    found.update(piece)
-                    yield piece
-                digests.append(found.hexdigest())
-
-            name = f"model-{rank:04d}-{number:04d}{DELTAS if base else TENSORS}"
+        def write(name: str, pieces: Pieces) -> None:
             self.objects.write_pieces(f"{name_of(part.version)}/{name}", pieces)
-            size = sum(map(len, deltas)) if base else sum(map(byte_size, heads))
-            written.append(WrittenFile(name, digests[-1], [head.name for head in heads], size))
-        return written
+
+        return write_tensors(part, rank, write, base)
 
     def complete(
         self,
@@ -152,9 +136,7 @@ class SnapshotFolders:
     ) -> WeightFolder:
         """Write the small files once all ranks have written theirs. `others`: content of the model folder's other
         files, by name. `chain`: the snapshots that a delta depends on, from the whole one to its base."""
-        weight_map = {tensor: file.name for file in files for tensor in file.tensors}
-        index = {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": weight_map}
-        small = {**others, INDEX_FILE: orjson.dumps(index, option=orjson.OPT_INDENT_2)}
+        small = {**others, INDEX_FILE: index_of(files)}
         if chain:
             small = {CHAIN_FILE: msgspec.msgpack.encode(chain)}
         if canary:
@@ -282,6 +264,45 @@ def name_of(version: Version) -> str:
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------
+
+
+Pieces = Callable[[], Iterator[bytes | memoryview]]
+"""Function that returns the content of a file, anew for each try to write it."""
+
+
+def write_tensors(
+    part: Snapshot, rank: int, write: Callable[[str, Pieces], None], base: Snapshot | None = None
+) -> list[WrittenFile]:
+    """Write the files of the tensors that one rank holds, or of what has changed in them since `base`. `write` writes
+    the file of a name."""
+    offsets = dict(zip((head.name for head in part.heads), layout(part.heads)[0], strict=True))
+    new, old = (unpack(each.heads, each.data) if base and each else {} for each in (part, base))
+    written = []
+    for number, heads in enumerate(divided(part.heads)):
+        digests: list[str] = []
+        deltas = delta_pieces(heads, new, old) if base else []
+
+        def pieces(
+            heads: list[TensorHead] = heads, deltas: list[bytes] = deltas, digests: list[str] = digests
+        ) -> Iterator[bytes | memoryview]:
+            found = hashlib.sha256()
+            for piece in deltas or file_pieces(heads, offsets, part.data):
+                found.update(piece)
+                yield piece
+            digests.append(found.hexdigest())
+
+        name = f"model-{rank:04d}-{number:04d}{DELTAS if base else TENSORS}"
+        write(name, pieces)
+        size = sum(map(len, deltas)) if base else sum(map(byte_size, heads))
+        written.append(WrittenFile(name, digests[-1], [head.name for head in heads], size))
+    return written
+
+
+def index_of(files: Sequence[WrittenFile]) -> bytes:
+    """Content of `model.safetensors.index.json`: the file of each tensor."""
+    weight_map = {tensor: file.name for file in files for tensor in file.tensors}
+    index = {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": weight_map}
+    return orjson.dumps(index, option=orjson.OPT_INDENT_2)
 
 
 def divided(heads: Sequence[TensorHead]) -> list[list[TensorHead]]:

@@ -1,6 +1,8 @@
 """Weights in parts: what the ranks gather is what rank 0 would, also of mixtures whose files have each expert apart."""
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from april.learner.model import empty_policy
@@ -43,6 +45,59 @@ def test_an_expert_is_sent_by_the_rank_that_has_it(gathered):
 def test_a_rank_that_has_its_share_is_given_no_more_though_it_holds_everything():
     heads = [TensorHead(f"experts.{i}.down_proj.weight", "bfloat16", [8, 8]) for i in range(12)]
     assert sorted(divide(heads, RANKS, [{1}] * len(heads))) == [0] * 4 + [1] * 4 + [2] * 4
+
+
+EXPORTED = ("qwen3", "qwen3_moe", "deepseek_v3")
+CASES = {name: {"export": (0, 0)} for name in EXPORTED} | {
+    "tried again": {"export": (1, 1)},
+    "full disk": {"export": (1, 9)},
+    "two disks": {"export": (0, 0), "disks": [0, 1, 1]},
+}
+"""Models that the ranks export, and what happens to a rank's writes; without a model's name it is `qwen3`."""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """{case: (why each rank cannot write the model, the run's folder, the starting model's)}"""
+    folder = tmp_path_factory.mktemp("exports")
+    for name in EXPORTED:
+        family(name).bfloat16().save_pretrained(folder / name)
+    starts = {case: folder / (case if case in EXPORTED else "qwen3") for case in CASES}
+    configs = {case: make_config(starts[case], folder / f"run {case}") for case in CASES}
+    results = run_ranks(RANKS, [job(configs[case], [], **CASES[case]) for case in CASES], folder / "ranks")
+    return {
+        case: (result["reasons"], configs[case].run_dir, starts[case])
+        for case, result in zip(CASES, results, strict=True)
+    }
+
+
+@pytest.mark.parametrize("case", [*EXPORTED, "tried again"])
+def test_each_rank_writes_a_part_of_an_exported_model_which_is_the_one_of_a_single_rank(exported, case):
+    reasons, run_dir, start = exported[case]
+    assert reasons == [""] * RANKS
+    folder = run_dir / "checkpoints/policy"
+    written = [path.name for path in sorted(folder.glob("*.safetensors"))]
+    assert written == [f"model-{rank:04d}-0000.safetensors" for rank in range(RANKS)]
+    found = {name: tensor for each in written for name, tensor in load_file(folder / each).items()}
+    assert equal(found, load_file(start / "model.safetensors")), "weights that were not trained are those of the start"
+    theirs = AutoModelForCausalLM.from_pretrained(start).state_dict()
+    assert equal(AutoModelForCausalLM.from_pretrained(folder).state_dict(), theirs)
+    assert (folder / "config.json").read_bytes() == (start / "config.json").read_bytes()
+    assert [path.name for path in folder.parent.iterdir()] == ["policy"]
+
+
+def test_a_part_that_cannot_be_written_is_said_by_all_ranks_and_leaves_no_model(exported):
+    reasons, run_dir, _ = exported["full disk"]
+    (reason,) = set(reasons)
+    assert reason.startswith("rank 1 cannot write its part of") and reason.endswith("No space left on device")
+    assert not (run_dir / "checkpoints/policy").exists()
+
+
+def test_ranks_that_see_different_disks_leave_the_export_to_rank_0(exported):
+    reasons, run_dir, start = exported["two disks"]
+    assert reasons == [""] * RANKS
+    (folder,) = run_dir.parent.glob(f"disk_*/{run_dir.name}/checkpoints/policy")
+    assert equal(load_file(folder / "model.safetensors"), load_file(start / "model.safetensors"))
 
 
 @pytest.mark.full

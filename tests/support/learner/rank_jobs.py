@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import orjson
@@ -14,10 +15,11 @@ from msgspec.structs import asdict
 from torch.distributed.tensor import DTensor
 
 from april.config import Config
-from april.learner import loop, process_group
+from april.learner import checkpoint, loop, process_group
 from april.learner.batch import decode, share_batch
 from april.learner.trainer import Trainer
 from april.learner.weight_parts import gather_part
+from april.util import files
 from april.util.lifetime import exit_at_once
 from april.weights.channel import WeightPart
 from april.weights.snapshot import unpack, verify
@@ -107,7 +109,7 @@ def live(job: dict, device: torch.device) -> dict:
     trainer = Trainer(config, device)
     if diary:
         diary.durable = late(diary.durable, job.get("late_s", 0.0))
-    trainer.policy.lm.save_pretrained = late(trainer.policy.lm.save_pretrained, job.get("late_s", 0.0))
+        checkpoint.write_pieces = late(checkpoint.write_pieces, job.get("late_s", 0.0))
     loop.run(config, trainer, diary, diary)
     weights = trainer.weights()
     if diary is None:
@@ -140,7 +142,26 @@ def parts(job: dict, device: torch.device) -> dict:
     return {"weights": trainer.weights(), "from_parts": from_parts(trainer), "names": names}
 
 
-KINDS = {"live": live, "compare": compare, "parts": parts}
+def export(job: dict, device: torch.device) -> dict:
+    """Why each rank cannot write the model, "" if it can, where every write of one rank fails so many times."""
+    config, rank, failures = Config.model_validate(job["config"]), dist.get_rank(), count()
+    trainer = Trainer(on_disk(config, job["disks"][rank]) if "disks" in job else config, device)
+    write, (failing_rank, fails) = files.write_pieces, job["export"]
+
+    def write_or_fail(*arguments):
+        if rank == failing_rank and next(failures) < fails:
+            raise OSError("No space left on device")
+        write(*arguments)
+
+    checkpoint.write_pieces, reason = write_or_fail, ""
+    try:
+        trainer.write_model(trainer.config.exported_policy)
+    except OSError as error:
+        reason = str(error)
+    return {"weights": {}, "reasons": process_group.all_gather_values(reason, str)}
+
+
+KINDS = {"live": live, "compare": compare, "parts": parts, "export": export}
 
 
 def main(folder: Path) -> None:
