@@ -74,7 +74,7 @@ SMALL_BATCHES = {"rollout_batch_size": 16, "over_sampling_batch_size": 24, "n_sa
 
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--runs", nargs="*", choices=RUNS, default=(), help="train these, minutes for each seed")
+    arguments.add_argument("--runs", nargs="*", choices=RUNS, default=(), help="train these alone: minutes a seed")
     arguments.add_argument("--seeds", type=int, default=SEEDS)
     arguments.add_argument("--folder", type=Path, help="keep runs here, and take those that have ended from there")
     options = arguments.parse_args()
@@ -83,13 +83,13 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         policy = quickstart_policy(folder, options.quick)
         repeats = 3 if options.quick else REPEATS
-        rows = [
-            Row("reference_gap", list(gaps(np.random.default_rng(0))), "", of=max),
-            token_scores_cost(policy, folder, repeats),
-            sft_step_vs_trl(policy, folder, repeats),
-        ]
-        for name in options.runs:
-            rows += RUNS[name](policy, folder, options.seeds, options.quick)
+        rows = [row for name in options.runs for row in RUNS[name](policy, folder, options.seeds, options.quick)]
+        if not options.runs:
+            rows = [
+                Row("reference_gap", list(gaps(np.random.default_rng(0))), "", of=max),
+                token_scores_cost(policy, folder, repeats),
+                sft_step_vs_trl(policy, folder, repeats),
+            ]
     report(rows, options.json)
 
 
