@@ -61,8 +61,9 @@ INTERRUPTED = 130
 """Exit status of a run that ended as it was asked to."""
 END_S = 120.0
 """Time within which a run that is asked to stop has ended."""
-HALVES_PROMPTS = 512
-"""Prompts of the task of which half are hopeless: few enough for several epochs."""
+HALVES_PROMPTS = 128
+"""Prompts of the task of which half are hopeless: few enough for an epoch to end within two steps. What a sampler
+knows is of earlier epochs."""
 GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, 12, 64
 SFT_ROWS, PACKED_TOKENS = 32, 1024
 HELD = {"advantage": "no_reward", "divergence": "reverse_kl"}
