@@ -106,26 +106,32 @@ def keys_with_sources() -> Iterator[tuple[str, Any]]:
 
 
 def section_docstring(section: str) -> list[str]:
-    field = Config.model_fields.get(section)
-    words = vars(field.annotation).get("__doc__") if field else None
+    annotation = Config.model_fields[section].annotation if section in Config.model_fields else None
+    *_, model = annotation, *typing.get_args(annotation)  # of a table of sections: the section
+    words = vars(model).get("__doc__") if model else None
     return [inspect.cleandoc(words), ""] if words else []
 
 
 def key_row(key: str, field: Any) -> list[str]:
     name = key.rpartition(".")[2]
-    meaning, unit = split_unit(name, field.description or "")
+    meaning, unit = split_unit(name, field.description or "", is_number(field.annotation))
     values = ", ".join(filter(None, [parts(key), allowed(field.annotation), bounds(field.metadata)]))
     meaning += f"<br>*Values:* {values}" if values else ""
     default = "required" if field.is_required() else shown(field.get_default(call_default_factory=True))
     return [f"`{name}`", default, unit, meaning]
 
 
-def split_unit(name: str, description: str) -> tuple[str, str]:
+def is_number(annotation: Any) -> bool:
+    """Whether a key with this annotation is a number, or a number and other values."""
+    return annotation in (int, float) or any(map(is_number, typing.get_args(annotation)))
+
+
+def split_unit(name: str, description: str, number: bool) -> tuple[str, str]:
     """('start_s', 'Longest start of a server (seconds).') -> ('Longest start of a server.', 'seconds')"""
     for unit in UNITS:
         if f" ({unit})" in description:
             return description.replace(f" ({unit})", ""), unit
-    return description, next((unit for suffix, unit in UNITS_BY_SUFFIX.items() if name.endswith(suffix)), "")
+    return description, next((unit for suffix, unit in UNITS_BY_SUFFIX.items() if number and name.endswith(suffix)), "")
 
 
 def sentence(words: str) -> str:
