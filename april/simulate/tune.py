@@ -177,7 +177,7 @@ def tuning_scenario(config: Config, scenario: Scenario, lengths: LengthsSection)
     run."""
     schedule = config.schedule.model_copy(update={config.schedule.automatic_key: None})
     engine = ENGINES.find(config.worker.engine)
-    engines = config.worker.count * len(engine.weight_channels(config, "worker"))
+    engines = config.worker.count * len(engine.engine_names(config, "worker"))
     batch = schedule.rollout_batch_size * schedule.n_samples_per_prompt
     changes = {
         "schedule": schedule,

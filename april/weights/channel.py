@@ -45,7 +45,7 @@ class ChannelJoin(Message):
     held: Version | None
     """Version of the weights that the worker has loaded and need not be sent again; None if it has none."""
     ranks: Number = 0
-    """Number of ranks of the inference server that joins in the worker's stead; 0: the worker joins itself."""
+    """Number of ranks of all inference servers that join in the worker's stead; 0: the worker joins itself."""
     base: Name = ""
     """Checksum of the worker's base model, for which the learner may send adapters; "": the worker needs complete
     weights."""
@@ -244,7 +244,7 @@ class WeightChannel:
     posted: Version | None = None
     """Version that the worker is ready to receive; None before the first."""
     server_ranks: int = 0
-    """Number of ranks of the inference server that joins in the worker's stead; 0: the worker joins itself."""
+    """Number of ranks of all inference servers that join in the worker's stead; 0: the worker joins itself."""
     transfers: int = 0
     """Number of transfers over the channel so far."""
     key: str = ""

@@ -436,7 +436,7 @@ class WeightPublisher:
             self._ranks.tell(SendPart(channel.name, self.config.transfer_deadline_s, as_delta=bool(delta_to)))
         to_server = bool(channel.server_ranks)
         how = {"to_server": to_server, "as_delta": bool(delta_to)}
-        channel.sent_bytes = send_part(link, snapshot, self.bucket_bytes, deadline, **how)
+        channel.sent_bytes = send_part(link, snapshot, self.bucket_bytes, deadline, **how) * copies_sent(channel)
         if self._ranks and channel.server_ranks:  # which takes one part after the other
             for sender in range(1, len(snapshot.parts)):
                 self._await(channel, ChannelPosted, snapshot.version, deadline)
@@ -449,7 +449,7 @@ class WeightPublisher:
         predicted; otherwise empty."""
         due = channel.transfers % VERIFY_EVERY == 0
         channel.transfers += 1
-        if not due or channel.server_ranks != 1 or channel.backend != "gloo":
+        if not due or not channel.server_ranks or channel.backend != "gloo":
             return {}
         if snapshot.others:
             return dict(snapshot.server_checksums)
@@ -489,3 +489,9 @@ class WeightPublisher:
                 channel.follows = False
                 self._chains.extend(self._channels.values(), self._invite_to)
             self._changed.notify_all()
+
+
+def copies_sent(channel: WeightChannel) -> int:
+    """Number of times that rank 0 itself sends what it broadcasts: over gloo its members of a binomial tree, of which
+    the root has one for each doubling of the group."""
+    return max(1, channel.server_ranks.bit_length()) if channel.backend == "gloo" else 1

@@ -66,13 +66,13 @@ INVITATION_S = 5.0
 
 
 class InferenceServer(Protocol):
-    """An inference server that joins a channel in its worker's stead. The weights thread calls `leave`, and waits for
-    `join`, which runs in another thread."""
+    """An inference server, or several, that join a channel in their worker's stead. The weights thread calls `leave`,
+    and waits for `join`, which runs in another thread."""
 
     ranks: int
-    """Number of the server's ranks in the channel; they follow the learner's rank."""
+    """Number of ranks that would join the channel now; they follow the learner's rank."""
     device: str
-    """Device of the server's tensors: cpu | cuda."""
+    """Device of the servers' tensors: cpu | cuda."""
 
     def join(self, invite: ChannelInvite) -> None:
         """Join the process groups of a channel, whose timeout is for all of them. Raises RuntimeError."""
@@ -96,13 +96,13 @@ class WeightReceiver(WeightSource):
         device: str,
         keys: Keys | None = None,
         server: InferenceServer | None = None,
-        up: Callable[[], bool] = lambda: True,
+        up: Callable[[], object] = lambda: True,
         base: BaseWeights | None = None,
         adapts: Callable[[], bool] = lambda: False,
     ):
-        """`up`: whether the engine is up; while it is down there is no channel, so that no learner waits for the
-        worker. `base`: the worker's base model, if the learner may send adapters of it. `adapts`: whether the engine
-        accepts an adapter unmerged; otherwise the receiver merges it."""
+        """`up`: whether the engine is up, or which of several servers are; while none is there is no channel, so that
+        no learner waits for the worker. `base`: the worker's base model, if the learner may send adapters of it.
+        `adapts`: whether the engine accepts an adapter unmerged; otherwise the receiver merges it."""
         super().__init__()
         self.server, self.up, self.base, self.adapts = server, up, base, adapts
         self.config = config
@@ -240,6 +240,8 @@ class LearnerConnection:
         self._put_back: list[list[bytes]] = []
         """Messages that have come while a version was received, and are due after it."""
         self._ask_again_at = 0.0
+        self._up: object = None
+        """What `receiver.up` said when a channel was asked for last."""
         self._retry = DeltaRetry()
 
     def run(self) -> None:
@@ -308,12 +310,14 @@ class LearnerConnection:
         self.invite, self.links = None, []
 
     def _send_sign_of_life(self) -> None:
-        if self.invite and not self.receiver.up():
-            self._fail("its server is down")
+        up = self.receiver.up()
+        if self.invite and not (up == self._up if self.receiver.server else up):
+            self._fail("its servers have changed" if up else "its server is down")
+            self._ask_again_at = 0.0
         if self.invite:
             self._send_alive()
-        elif clock.now() >= self._ask_again_at and self.receiver.up():
-            self._ask_again_at = clock.now() + INVITATION_S
+        elif clock.now() >= self._ask_again_at and up:
+            self._up, self._ask_again_at = up, clock.now() + INVITATION_S
             receiver, server = self.receiver, self.receiver.server
             device, ranks = (server.device, server.ranks) if server else (receiver.device, 0)
             base = receiver.base.checksum if receiver.base and not server else ""
@@ -364,6 +368,8 @@ class LearnerConnection:
     def _join(self, invite: ChannelInvite) -> None:
         self.invite, self.links = invite, []
         if self.receiver.server:
+            if self.receiver.up() != self._up:
+                raise RuntimeError("its servers have changed")
             joining = in_background(self.receiver.server.join, invite)
             self._wait_alive([joining])
             joining.result()

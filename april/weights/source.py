@@ -8,7 +8,7 @@ loop takes it between two decode steps, so a forward pass never mixes two versio
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -18,6 +18,10 @@ from april.weights.canary import Canary
 from april.weights.channel import Adapter, ChannelManifest
 from april.wire.message import Version
 from april.wire.training import WeightFolder
+
+
+async def alone() -> None:
+    """Stands in for `StagedWeights.meet` where no other server receives with the engine's."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class StagedWeights:
     weights."""
     externally_loaded: "Future[None] | None" = None
     """For weights that the trainer loads into the server: future that is done once the trainer has loaded them."""
+    meet: Callable[[], Awaitable[None]] = alone
+    """Function that waits until the servers that receive these weights in one group are all as far. It raises
+    EngineError if one of them is lost."""
 
 
 class WeightSource:

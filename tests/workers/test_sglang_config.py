@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from april.cli import main
-from april.config import BrokerSection, ConfigError, load
+from april.config import BrokerSection, ConfigError, WeightsSection, load
 from april.util import clock
 from april.workers.engines.base import CapacityRule
 from april.workers.engines.embedded.entry import TorchEntry
@@ -114,15 +114,16 @@ def test_a_dry_run_shows_the_ranks_of_each_weight_channel(config_file, server_py
     words = ["--engine.weights", "broadcast", "--engine.server.tp_size", "2", "--worker.count", "2"]
     assert main(["run", str(config_file), "--dry-run", *SGLANG, *words, "--engine.python", server_python]) == 0
     said = capsys.readouterr().out
-    assert "worker-1: 3 ranks: 0 the learner, 1-2 its server's tensor-parallel ranks 0-1" in said
+    assert "worker-1: 3 ranks: 0 the learner, 1-2 its server's tensor-parallel ranks" in said
     assert not (config_file.parent / "runs").exists()
 
 
 def test_a_weight_channel_has_the_ranks_and_device_that_the_server_reports():
     """Whatever spelling its options have, and also if the server is external."""
-    lane = ServerWeightChannel(SimpleNamespace(info={"tp_size": 4, "device": "cuda"}))
-    assert (lane.ranks, lane.device) == (4, "cuda")
-    lane = ServerWeightChannel(SimpleNamespace(info={}))
+    large = SimpleNamespace(ready=True, info={"tp_size": 4, "device": "cuda"})
+    lane = ServerWeightChannel(large, SimpleNamespace(ready=True, info={}), SimpleNamespace(ready=False, info={}))
+    assert (lane.ranks, lane.device) == (5, "cuda"), "of those that are up"
+    lane = ServerWeightChannel(SimpleNamespace(ready=True, info={}))
     assert (lane.ranks, lane.device) == (1, "cpu")
 
 
@@ -136,14 +137,19 @@ def test_a_dry_run_leaves_the_ranks_of_external_servers_open(config_file, capsys
     words = ["--engine.url", "http://a:1,http://b:1", "--engine.weights", "broadcast", "--worker.count", "1"]
     assert main(["run", str(config_file), "--dry-run", *SGLANG, *words]) == 0
     said = capsys.readouterr().out
-    assert "worker-0-server-1: 1 + tp_size ranks: 0 the learner, from 1 on" in said
-    assert "2: learner rank 0 to each server over what its device takes" in said
+    assert "worker-0: 0 the learner, from 1 on the tensor-parallel ranks" in said
+    assert "1: learner rank 0 to each worker over what its device takes" in said
 
 
-def test_each_server_of_a_worker_has_its_own_channel_log_port_and_devices(config_file, server_python, capsys):
+def test_each_server_of_a_worker_has_its_own_log_port_and_devices_and_all_have_one_channel(
+    config_file, server_python, capsys
+):
     words = ["--engine.servers", "2", "--engine.port", "30000", "--engine.server.tp_size", "2", "--worker.count", "1"]
     config = load(config_file, [*SGLANG, *words])
-    assert SGLangEntry.weight_channels(config, "w") == ["w-server-0", "w-server-1"]
+    assert SGLangEntry.engine_names(config, "w") == ["w-server-0", "w-server-1"]
+    assert SGLangEntry.weight_channels(config, "w") == ["w"]
+    external = config.model_copy(update={"weights": WeightsSection(transport="external")})
+    assert SGLangEntry.weight_channels(external, "w") == ["w-server-0", "w-server-1"], "each stops by itself"
     first, second = server_settings(config, "cuda", "w")
     assert (first.port, second.port) == (30000, 30001)
     assert second.log.name == "w-server-1-sglang.log" and second.options["base_gpu_id"] == 2
@@ -163,11 +169,11 @@ def test_each_server_of_a_worker_has_its_own_channel_log_port_and_devices(config
         )
         == 0
     )
-    assert "worker-0-server-1: 3 ranks: 0 the learner, 1-2" in capsys.readouterr().out
+    assert "worker-0: 5 ranks: 0 the learner, 1-4 its 2 servers' tensor-parallel ranks" in capsys.readouterr().out
     config = load(config_file, [*SGLANG, "--engine.url", "http://a:1, http://b:2"])
-    assert config.engine.url == ["http://a:1", "http://b:2"] and len(SGLangEntry.weight_channels(config, "w")) == 2
+    assert config.engine.url == ["http://a:1", "http://b:2"] and len(SGLangEntry.engine_names(config, "w")) == 2
     embedded = load(config_file, ["--engine.servers", "2"])
-    assert TorchEntry.weight_channels(embedded, "w") == ["w"], "it has no servers"
+    assert TorchEntry.engine_names(embedded, "w") == ["w"], "it has no servers"
 
 
 def test_the_configuration_with_server_options_reads_back_unchanged(config_file, tmp_path):

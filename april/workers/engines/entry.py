@@ -114,6 +114,11 @@ class EngineEntry:
         raise NotImplementedError(f"{cls.__name__} has no memory_options(config, total, free, weights)")
 
     @classmethod
+    def engine_names(cls, config: Config, worker: str) -> list[str]:
+        """Names of a worker's engines: its own or, with several servers, one for each."""
+        return [worker]
+
+    @classmethod
     def weight_channels(cls, config: Config, worker: str) -> list[str]:
         """Names of the weight channels over which the learner sends weights to a worker."""
         return [worker]
@@ -140,7 +145,7 @@ class EngineEntry:
     def weight_loaders(
         cls, config: Config, engine: Any, worker: str, make_source: "Callable[..., WeightSource]"
     ) -> "list[WeightLoader]":
-        """Weight loaders of `engine`, one for each weight channel.
+        """Weight loaders of `engine`, one for each of its servers.
 
         `engine`: as made by `from_config`. `make_source(channel, server, up, adapts)`: makes a `WeightSource`.
         """

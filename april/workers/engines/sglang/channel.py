@@ -1,12 +1,14 @@
-"""Connects an SGLang server to a weight channel, and loads the weights received over it into the server.
+"""Connects a worker's SGLang servers to its weight channel, and loads the weights received over it into a server.
 
-The server's ranks join the group in which the learner broadcasts. Joining runs in the weights thread, while the server
-generates. Receiving is part of a weight update, which pauses the server first, so nothing is broadcast to a server that
-does not receive.
+The ranks of all servers join the group in which the learner broadcasts, so that it sends once for all of them. Joining
+runs in the weights thread, while the servers generate. Receiving is part of a weight update, which pauses the servers
+first, so nothing is broadcast to a server that does not receive.
 """
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
+from itertools import accumulate
 
 from april.util import clock
 from april.weights.channel import WORKER, ChannelInvite, link_name
@@ -24,58 +26,91 @@ LEAVE_S = 1.0
 
 
 class ServerWeightChannel:
-    """Implements `InferenceServer` for the current server of an engine.
+    """Implements `InferenceServer` for the current servers of a worker's engines, of which those that are up join.
 
     A server that hangs in a group which the learner has given up is reported to its engine, which restarts it.
     """
 
-    def __init__(self, engine: SGLangEngine):
-        self._engine = engine
+    def __init__(self, *engines: SGLangEngine):
+        self._engines = engines
+        self.members: list[int] = []
+        """Indices of the servers that have joined the channel, or are joining it."""
+
+    def up(self) -> tuple[bool, ...]:
+        """Whether each server is up; nothing if none is."""
+        ups = tuple(engine.ready for engine in self._engines)
+        return ups if any(ups) else ()
 
     @property
     def ranks(self) -> int:
-        return self._engine.info.get("tp_size", 1)
+        return sum(map(ranks_of, self._joining()))
 
     @property
     def device(self) -> str:
-        return self._engine.info.get("device", "cpu")
+        return self._engines[0].info.get("device", "cpu")
+
+    def _joining(self) -> list[SGLangEngine]:
+        return [engine for engine in self._engines if engine.ready]
 
     def join(self, invite: ChannelInvite) -> None:
+        engines = self._joining()
+        self.members = [self._engines.index(engine) for engine in engines]
+        asyncio.run(self._join(engines, invite))
+
+    async def _join(self, engines: Sequence[SGLangEngine], invite: ChannelInvite) -> None:
+        ranks = [ranks_of(engine) for engine in engines]
         body = {
             "master_address": invite.host,
             "master_port": invite.port,
-            "rank_offset": WORKER,
-            "world_size": 1 + self.ranks,
+            "world_size": 1 + sum(ranks),
             "backend": invite.backend,
         }
+        offsets = accumulate(ranks, initial=WORKER)
         deadline = clock.now() + JOIN_TIMEOUT_FACTOR * invite.timeout_s
+        bodies = [body | {"rank_offset": offset} for _, offset in zip(engines, offsets, strict=False)]
+        for sender in range(invite.senders):
+            name = {"group_name": link_name(invite.channel, sender)}
+            calls = zip(engines, bodies, strict=True)
+            await asyncio.gather(*(self._enter(engine, own | name, deadline) for engine, own in calls))
+
+    async def _enter(self, engine: SGLangEngine, body: dict, deadline: float) -> None:
+        """Have a server join one group."""
         try:
-            for sender in range(invite.senders):
-                named = body | {"group_name": link_name(invite.channel, sender)}
-                self._call("/init_weights_update_group", named, deadline)
+            await call_once(engine, "/init_weights_update_group", body, deadline)
         except ServerSilent as error:
-            self._engine.suspect(str(error))
+            engine.suspect(str(error))
             raise
 
     def leave(self, invite: ChannelInvite) -> None:
+        members, self.members = [self._engines[index] for index in self.members], []
         deadline = clock.now() + LEAVE_S
-        with contextlib.suppress(ServerGone):
-            for sender in range(invite.senders):
-                with contextlib.suppress(ServerRefuses):
-                    name = link_name(invite.channel, sender)
-                    self._call("/destroy_weights_update_group", {"group_name": name}, deadline)
 
-    def _call(self, path: str, body: dict, deadline: float) -> None:
-        """Call the server; it has to answer by `deadline` (Unix time, seconds)."""
+        async def leave_all() -> None:
+            await asyncio.gather(*(leave_groups(engine, invite, deadline) for engine in members))
 
-        async def call() -> None:
-            client = self._engine.make_client()
-            try:
-                await client.call(path, body, max(0.0, deadline - clock.now()))
-            finally:
-                await client.close()
+        asyncio.run(leave_all())
 
-        asyncio.run(call())
+
+async def leave_groups(engine: SGLangEngine, invite: ChannelInvite, deadline: float) -> None:
+    with contextlib.suppress(ServerGone):
+        for sender in range(invite.senders):
+            with contextlib.suppress(ServerRefuses):
+                name = link_name(invite.channel, sender)
+                await call_once(engine, "/destroy_weights_update_group", {"group_name": name}, deadline)
+
+
+def ranks_of(engine: SGLangEngine) -> int:
+    """Number of a server's tensor-parallel ranks."""
+    return engine.info.get("tp_size", 1)
+
+
+async def call_once(engine: SGLangEngine, path: str, body: dict, deadline: float) -> None:
+    """Call a server over a connection of its own; it has to answer by `deadline` (Unix time, seconds)."""
+    client = engine.make_client()
+    try:
+        await client.call(path, body, max(0.0, deadline - clock.now()))
+    finally:
+        await client.close()
 
 
 class ServerWeightLoader(WeightLoader):
@@ -91,7 +126,7 @@ class ServerWeightLoader(WeightLoader):
             )
         if staged.manifest and staged.post:
             return self.engine.begin(
-                self.engine.update_from_broadcast(staged.version, staged.manifest, staged.post, verify)
+                self.engine.update_from_broadcast(staged.version, staged.manifest, staged.post, verify, staged.meet)
             )
         tensors = staged.tensors or {}
         if staged.adapter:

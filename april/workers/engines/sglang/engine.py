@@ -18,6 +18,7 @@ import numpy as np
 from april.util import clock
 from april.util.lifetime import restart_delay_s
 from april.weights.snapshot import can_predict_checksums, checksums_in_server
+from april.weights.source import alone
 from april.wire.message import Version
 from april.workers.engines.base import CapacityRule, Chunk, EngineError, Request
 from april.workers.engines.entry import check_heads, check_request
@@ -219,13 +220,14 @@ class SGLangEngine(ServerRequests):
         manifest: "ChannelManifest",
         post: Callable[[], None],
         verify: VerifyWeights | None = None,
+        meet: weights.Meet = alone,
     ) -> None:
-        """As `update_weights`, with weights that the learner broadcasts to the server after `post` is called."""
+        """As `update_weights`, with what the learner broadcasts after `meet` has awaited other servers, and `post`."""
         self._check_ready()
         shapes = {head.name: tuple(head.shape) for part in manifest.parts for head in part.tensors}
         check_heads(self._push.expected, self._push.tied, shapes)
         self._holds_base_weights = False
-        load = weights.receive_broadcast(self.client, manifest, post, self._change(version))
+        load = weights.receive_broadcast(self.client, manifest, post, meet, self._change(version))
         await self._update(version, load, manifest.server_checksums if self._checksums_comparable else {}, verify)
 
     async def update_from_external(
@@ -237,9 +239,8 @@ class SGLangEngine(ServerRequests):
         """
         self._check_ready()
         self._holds_base_weights = False
-        await self._update(
-            version, weights.adopt_external_weights(self.client, post, loaded, self._change(version)), {}, verify
-        )
+        load = weights.adopt_external_weights(self.client, post, loaded, self._change(version))
+        await self._update(version, load, {}, verify)
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
         if self.version is None:

@@ -2,16 +2,18 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from april.config import Config, EngineSection
 from april.util.errors import NotTried, refuse
+from april.weights import TRANSPORTS
 from april.workers.engines.entry import EngineEntry, MemoryShare
 
 if TYPE_CHECKING:
     from april.weights.source import WeightSource
+    from april.workers.engines.sglang.engine import SGLangEngine
     from april.workers.engines.sglang.fleet import SGLangFleet
     from april.workers.engines.weight_intake import WeightLoader
 
@@ -75,10 +77,15 @@ class ServerEntry(EngineEntry):
                 )
 
     @classmethod
-    def weight_channels(cls, config: Config, worker: str) -> list[str]:
-        """The worker's own channel, or one for each of its servers if there are several."""
+    def engine_names(cls, config: Config, worker: str) -> list[str]:
         servers = len(config.engine.url) or config.engine.servers
         return [f"{worker}-server-{index}" for index in range(servers)] if servers > 1 else [worker]
+
+    @classmethod
+    def weight_channels(cls, config: Config, worker: str) -> list[str]:
+        """The worker's channel, or one for each server if each is to stop before its framework loads weights."""
+        carries = TRANSPORTS.find(config.weights.transport).carries_weights
+        return [worker] if carries else cls.engine_names(config, worker)
 
     @classmethod
     def broadcasts_to_servers(cls, config: Config) -> bool:
@@ -90,28 +97,40 @@ class ServerEntry(EngineEntry):
         if not cls.broadcasts_to_servers(config):
             return f"{super().describe_channel(config)}, which passes them on to its server ({engine.weights})"
         if engine.url:
-            return "1 + tp_size ranks: 0 the learner, from 1 on the tensor-parallel ranks that its server says it has"
-        size = engine.tensor_ranks
-        ranks = f"1-{size} its server's tensor-parallel ranks 0-{size - 1}" if size > 1 else "1 its server"
+            return "0 the learner, from 1 on the tensor-parallel ranks that its servers say they have"
+        size = engine.servers * engine.tensor_ranks
+        whose = f"{engine.servers} servers'" if engine.servers > 1 else "server's"
+        ranks = f"1-{size} its {whose} tensor-parallel ranks" if size > 1 else "1 its server"
         return f"{1 + size} ranks: 0 the learner, {ranks}"
 
     @classmethod
     def weight_loaders(
         cls, config: Config, engine: Any, worker: str, make_source: "Callable[..., WeightSource]"
     ) -> "list[WeightLoader]":
-        """One weight loader per server. A server that the learner broadcasts to joins the channel itself."""
+        """One weight loader per server. Servers that the learner broadcasts to join the channel themselves."""
         from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
+        from april.workers.engines.sglang.shared_weights import SharedWeights
 
-        loaders: list[WeightLoader] = []
-        for channel, server_engine in zip(cls.weight_channels(config, worker), engine.engines, strict=True):
-            server = ServerWeightChannel(server_engine) if cls.broadcasts_to_servers(config) else None
-            up, adapts = (partial(getattr, server_engine, name) for name in ("ready", "takes_adapters"))
-            loaders.append(
-                ServerWeightLoader(
-                    server_engine, make_source(channel, server, up, adapts), cls.make_weight_check(config)
+        engines, channels = engine.engines, cls.weight_channels(config, worker)
+        sources: Sequence[WeightSource]
+        if len(channels) == len(engines):
+            sources = [
+                make_source(
+                    channel,
+                    ServerWeightChannel(each) if cls.broadcasts_to_servers(config) else None,
+                    *(partial(getattr, each, name) for name in ("ready", "takes_adapters")),
                 )
-            )
-        return loaders
+                for channel, each in zip(channels, engines, strict=True)
+            ]
+        else:
+            group = ServerWeightChannel(*engines)
+            joins = cls.broadcasts_to_servers(config)
+            source = make_source(worker, group if joins else None, group.up, lambda: take_adapters(engines))
+            ups = [partial(getattr, each, "ready") for each in engines]
+            members = (lambda: group.members) if joins else None
+            sources = SharedWeights(source, ups, config.engine.update_s / 2, members).shares
+        checks = (cls.make_weight_check(config) for _ in engines)
+        return [ServerWeightLoader(*each) for each in zip(engines, sources, checks, strict=False)]
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -152,6 +171,11 @@ class ServerEntry(EngineEntry):
                     f"use a divisor of {query}",
                 )
         check_servers(engine)
+
+
+def take_adapters(engines: "Sequence[SGLangEngine]") -> bool:
+    """Whether all servers that are up accept adapters."""
+    return all(engine.takes_adapters for engine in engines if engine.ready)
 
 
 class SGLangEntry(ServerEntry):

@@ -109,7 +109,7 @@ def server_settings(
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
     context = min(config.context_tokens or longest, longest)
     settings, entry = [], ENGINES.find(config.worker.engine)
-    for index, channel in enumerate(entry.weight_channels(config, name)):
+    for index, server in enumerate(entry.engine_names(config, name)):
         first_device = engine.server.get("base_gpu_id", 0) + index * engine.tensor_ranks
         placement_options: dict[str, Any] = {"base_gpu_id": first_device} if device == "cuda" and index else {}
         placement_options |= {MEMORY_SAVER: True} if device == "cuda" and config.devices.turns else {}
@@ -117,7 +117,7 @@ def server_settings(
             settings_class(
                 python=server_python(config, settings_class.name).absolute(),
                 model=config.model.path,
-                log=(folder / f"{channel}-{settings_class.name.lower()}.log").absolute(),
+                log=(folder / f"{server}-{settings_class.name.lower()}.log").absolute(),
                 device=device,
                 slots=config.worker.slots,
                 context_tokens=context,

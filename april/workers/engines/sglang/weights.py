@@ -15,10 +15,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import orjson
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Meet: TypeAlias = Callable[[], Awaitable[None]]
 
 SHARED_MEMORY = Path("/dev/shm")
 SNAPSHOT_PREFIX = "april-weights-"
@@ -220,24 +221,26 @@ def write_adapter(folder: Path, model: Path, adapter: "Adapter", tensors: "Mappi
 
 
 async def receive_broadcast(
-    client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], change: dict
+    client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], meet: Meet, change: dict
 ) -> None:
     """Have the paused server receive the broadcasts of a manifest; `post` tells the learner to begin with the next
-    part.
+    part, `meet` waits for the other servers in the group.
 
     `change`, and the errors raised: as for `WeightPush.load`.
     """
-    await within_update(client, receive_buckets(client, manifest, post, change))
+    await meet()  # while this server has its old weights
+    await within_update(client, receive_buckets(client, manifest, post, meet, change))
 
 
 async def receive_buckets(
-    client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], change: dict
+    client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], meet: Meet, change: dict
 ) -> None:
     """Receive one part after the other. `post` is called before each, so that no rank of the learner broadcasts before
     its turn: a broadcast that waits on an accelerator could hold up the rank's training, and the ranks before it."""
     parts = [server_buckets(part.tensors, manifest.bucket_bytes) for part in manifest.parts]
     left = sum(map(len, parts))
     for sender, part in enumerate(parts):
+        await meet()
         post()
         for heads in part:
             body = {
