@@ -34,6 +34,7 @@ from april.weights.channel import (
     ChannelLinked,
     DeltaBase,
     WeightChannel,
+    WeightPart,
     link_name,
 )
 from april.weights.snapshot import Snapshot
@@ -43,6 +44,11 @@ log = logging.getLogger(__name__)
 
 CLAIM_S = 0.5
 """Longest wait of a worker's channel for the head of its chain to send a new version, before it sends itself."""
+
+BUCKETS_PER_WORKER = 16
+"""Least number of buckets of the largest part, for each worker of a chain, unless they would be too small."""
+LEAST_FORWARDED_BYTES = 2**18
+"""Smallest size of forwarded buckets; each costs processor time in every worker."""
 
 
 # --- in the learner ---------------------------------------------------------------------------------------------------
@@ -57,6 +63,8 @@ class Claim:
     """Base of the delta in which the version is sent; None: it is sent whole."""
     forwards: bool
     """Whether the worker forwards the version: it is not the last worker that gets it."""
+    workers: int
+    """Number of workers that get the version along the chain, the head included."""
 
 
 class Chains:
@@ -104,9 +112,9 @@ class Chains:
         else:
             channel.is_linked = True
 
-    def claim(self, head: WeightChannel, snapshot: Snapshot, form: Callable[[WeightChannel], DeltaBase | None]) -> bool:
+    def claim(self, head: WeightChannel, snapshot: Snapshot, form: Callable[[WeightChannel], DeltaBase | None]) -> int:
         """Claim the workers behind a head that are ready for a version, and take it in the head's form, as deltas to
-        `form(channel)`; returns whether the head forwards."""
+        `form(channel)`; returns the number of workers that get the version along the chain, the head included."""
         delta_to, members = form(head), list[WeightChannel]()
         for member in list(chain_from(head))[1:]:
             is_ready = member.is_linked and member.state == "ready" and member.acknowledged != snapshot.version
@@ -115,8 +123,8 @@ class Chains:
             members.append(member)
         for at, member in enumerate(members):
             member.state, member.follows = "sending", True
-            member.claim = Claim(snapshot, delta_to, forwards=at + 1 < len(members))
-        return bool(members)
+            member.claim = Claim(snapshot, delta_to, at + 1 < len(members), 1 + len(members))
+        return 1 + len(members)
 
     def awaits_claim(self, channel: WeightChannel, snapshot: Snapshot, since: float) -> bool:
         """Whether a channel still waits for the head of its chain to send a version, which was published at `since`."""
@@ -136,6 +144,17 @@ class Chains:
             unlink(channel.downstream)
         unlink(channel)
         return cut
+
+
+def forwarded_bytes(parts: Iterable[WeightPart], bucket_bytes: int, workers: int) -> int:
+    """Size of the buckets in which a version goes along a chain of so many workers; `bucket_bytes` for one worker.
+
+    A worker forwards whole buckets, so the last worker is as many buckets behind as there are workers before it. The
+    buckets are so small that this is a small share of the largest part."""
+    if workers == 1:
+        return bucket_bytes
+    largest = max(part.total_bytes for part in parts)
+    return min(bucket_bytes, max(LEAST_FORWARDED_BYTES, largest // (BUCKETS_PER_WORKER * workers)))
 
 
 def can_chain(channel: WeightChannel) -> bool:

@@ -68,6 +68,7 @@ class SendPart(SendingCommand, frozen=True):
 
     channel: str
     timeout_s: float
+    bucket_bytes: int
     sender: int = ALL
     """Rank that sends; `ALL`: each of the other ranks does."""
     as_delta: bool = False
@@ -148,9 +149,9 @@ class SendingLink:
     server_ranks: int
     held: Snapshot | None = None
     """Part that is announced to the worker, and will be sent once it is ready."""
-    due: queue.SimpleQueue[tuple[Snapshot, float | None, bool] | None] = field(default_factory=queue.SimpleQueue)
-    """Parts to send, each with its deadline (Unix time, seconds) and whether its delta is sent; without a deadline the
-    delta is only computed, to be sent later. None: the channel has ended."""
+    due: queue.SimpleQueue[tuple[Snapshot, SendPart | None, float] | None] = field(default_factory=queue.SimpleQueue)
+    """Parts to send, each with the command and its deadline (Unix time, seconds); without a command the delta is only
+    computed, to be sent later. None: the channel has ended."""
 
 
 class PartSender:
@@ -159,7 +160,6 @@ class PartSender:
     def __init__(self, config: WeightsSection, group: dist.ProcessGroup, device: torch.device):
         """`group`: as in `PartCommands`. `device`: the rank's, through whose memory nccl sends."""
         self.config, self.group, self.rank, self.device = config, group, dist.get_rank(), device
-        self.bucket_bytes = config.bucket_mb << 20
         self._transport: Transport = TRANSPORTS.find(config.transport)(config)
         self._changed = threading.Condition()
         self._newest: Snapshot | None = None
@@ -222,11 +222,11 @@ class PartSender:
         if isinstance(command, HoldPart) and self._newest and self._newest.version == command.version:
             link.held = self._newest
             if command.as_delta:
-                link.due.put((link.held, None, True))
+                link.due.put((link.held, None, 0.0))
         elif isinstance(command, SendPart) and command.sender not in (ALL, self.rank):
             pass  # another rank's turn
         elif isinstance(command, SendPart) and link.held:
-            link.due.put((link.held, clock.now() + command.timeout_s, command.as_delta))
+            link.due.put((link.held, command, clock.now() + command.timeout_s))
             link.held = None
         else:
             if not isinstance(command, CloseLink):
@@ -243,14 +243,12 @@ class PartSender:
             meeting = self._transport.meet(own, as_learner=True, server_ranks=link.server_ranks)
             with contextlib.closing(meeting) as connected:
                 while task := link.due.get():
-                    part, deadline, as_delta = task
-                    if deadline is None:
+                    part, command, deadline = task
+                    if command is None:
                         prepare_delta(part)
                     else:
-                        send_part(
-                            connected, part, self.bucket_bytes, deadline,
-                            to_server=bool(link.server_ranks), as_delta=as_delta,
-                        )  # fmt: skip
+                        to_server, size = bool(link.server_ranks), command.bucket_bytes
+                        send_part(connected, part, size, deadline, to_server=to_server, as_delta=command.as_delta)
                     del task, part
         except Exception as error:  # whatever a transport raises costs its channel alone
             fault = not isinstance(error, RuntimeError | OSError)

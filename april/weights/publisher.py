@@ -27,7 +27,7 @@ from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
 from april.weights.base import AdapterWeights, MergedSnapshots
 from april.weights.canary import Canary
-from april.weights.chains import Chains, Claim
+from april.weights.chains import Chains, Claim, forwarded_bytes
 from april.weights.channel import (
     ChannelAlive,
     ChannelFailed,
@@ -319,8 +319,8 @@ class WeightPublisher:
                         self._follow(channel, taken)
                         version = taken.snapshot.version
                     else:
-                        snapshot, forwards = taken
-                        self._transfer(channel, link, self._snapshot_for(channel, snapshot), forwards)
+                        snapshot, workers = taken
+                        self._transfer(channel, link, self._snapshot_for(channel, snapshot), workers)
                         version = snapshot.version
                         del snapshot
                     channel.last_seen = clock.now()
@@ -365,10 +365,10 @@ class WeightPublisher:
             self._ranks.is_reached = True
         self._set_state(channel, "ready")
 
-    def _next_snapshot(self, channel: WeightChannel) -> tuple[Snapshot, bool] | Claim | None:
-        """Wait for a snapshot that the channel's worker does not have, and begin to send it: from the learner, with
-        whether the worker forwards it, or as the head of its chain has claimed. None once the channel or the publisher
-        has ended."""
+    def _next_snapshot(self, channel: WeightChannel) -> tuple[Snapshot, int] | Claim | None:
+        """Wait for a snapshot that the channel's worker does not have, and begin to send it: from the learner, with the
+        number of workers that get it along the chain, or as the head of its chain has claimed. None once the channel or
+        the publisher has ended."""
         since = clock.now()
         with self._changed:
             while not self._closed and channel.state != "lost":
@@ -384,14 +384,14 @@ class WeightPublisher:
                 since = clock.now()
         return None
 
-    def _begin(self, channel: WeightChannel, snapshot: Snapshot) -> tuple[Snapshot, bool]:
+    def _begin(self, channel: WeightChannel, snapshot: Snapshot) -> tuple[Snapshot, int]:
         """Begin to send a snapshot to a channel's worker. Called with `_changed` held."""
         if self._ranks:  # before the next version replaces this one
             self._ranks.tell(HoldPart(channel.name, snapshot.version, bool(delta_base_for(channel, snapshot))))
         channel.state = "sending"
-        forwards = self._chains.claim(channel, snapshot, partial(delta_base_for, snapshot=snapshot))
+        workers = self._chains.claim(channel, snapshot, partial(delta_base_for, snapshot=snapshot))
         self._changed.notify_all()
-        return snapshot, forwards
+        return snapshot, workers
 
     def _snapshot_for(self, channel: WeightChannel, snapshot: Snapshot) -> Snapshot:
         """The snapshot in the form that the channel's worker accepts: an adapter or complete weights."""
@@ -406,7 +406,9 @@ class WeightPublisher:
         snapshot = self._snapshot_for(channel, claim.snapshot)
         channel.transfers, channel.sent_bytes = channel.transfers + 1, 0
         manifest = self._manifest(channel, snapshot, {}, claim.delta_to)
-        self._announce(channel, structs.replace(manifest, from_upstream=True, forwards=claim.forwards))
+        size = forwarded_bytes(snapshot.parts, self.bucket_bytes, claim.workers)
+        how = {"from_upstream": True, "forwards": claim.forwards, "bucket_bytes": size}
+        self._announce(channel, structs.replace(manifest, **how))
         deadline = clock.now() + self.config.transfer_deadline_s
         channel.digest = self._await(channel, ChannelLoaded, snapshot.version, deadline).digest
         channel.was_delta = bool(claim.delta_to)
@@ -425,22 +427,22 @@ class WeightPublisher:
         channel.posted = manifest.version
         self._set_state(channel, "sending")
 
-    def _transfer(self, channel: WeightChannel, link: Link, snapshot: Snapshot, forwards: bool) -> None:
+    def _transfer(self, channel: WeightChannel, link: Link, snapshot: Snapshot, workers: int) -> None:
         expected, delta_to = self._server_checksums(channel, snapshot), delta_base_for(channel, snapshot)
         manifest = self._manifest(channel, snapshot, expected, delta_to)
         if delta_to:
             prepare_delta(snapshot)
-        self._announce(channel, structs.replace(manifest, forwards=forwards))
+        size = forwarded_bytes(snapshot.parts, self.bucket_bytes, workers)
+        self._announce(channel, structs.replace(manifest, forwards=workers > 1, bucket_bytes=size))
         deadline = clock.now() + self.config.transfer_deadline_s
         if self._ranks and not channel.server_ranks:
-            self._ranks.tell(SendPart(channel.name, self.config.transfer_deadline_s, as_delta=bool(delta_to)))
-        to_server = bool(channel.server_ranks)
-        how = {"to_server": to_server, "as_delta": bool(delta_to)}
-        channel.sent_bytes = send_part(link, snapshot, self.bucket_bytes, deadline, **how) * copies_sent(channel)
+            self._ranks.tell(SendPart(channel.name, self.config.transfer_deadline_s, size, as_delta=bool(delta_to)))
+        how = {"to_server": bool(channel.server_ranks), "as_delta": bool(delta_to)}
+        channel.sent_bytes = send_part(link, snapshot, size, deadline, **how) * copies_sent(channel)
         if self._ranks and channel.server_ranks:  # which takes one part after the other
             for sender in range(1, len(snapshot.parts)):
                 self._await(channel, ChannelPosted, snapshot.version, deadline)
-                self._ranks.tell(SendPart(channel.name, deadline - clock.now(), sender))
+                self._ranks.tell(SendPart(channel.name, deadline - clock.now(), size, sender))
         channel.digest = self._await(channel, ChannelLoaded, snapshot.version, deadline).digest
         channel.was_delta = bool(delta_to)
 

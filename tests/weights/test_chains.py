@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from april.config import WeightsSection
-from april.weights.chains import chain_from
+from april.weights.chains import chain_from, forwarded_bytes
+from april.weights.channel import WeightPart
 from april.weights.publisher import WeightPublisher
 from april.wire.message import Version
 from tests.support.run_processes import wait_until
@@ -78,3 +79,13 @@ def test_a_worker_that_comes_later_or_is_behind_gets_the_version_from_the_learne
     publisher.publish(Version(0, 3), weights(3))
     workers |= join("c")
     assert workers["c"].await_version(Version(0, 3)) == 3 * SIZE
+
+
+def test_the_last_worker_of_a_chain_is_a_small_share_of_the_largest_part_behind_the_first():
+    """One worker, and a large part, have the buckets of the configuration."""
+    for workers in (2, 8, 64):
+        parts = [WeightPart([], size, "") for size in (2**20, 2**31)]
+        assert workers * forwarded_bytes(parts, 2**24, workers) <= 2**31 // 16
+        assert forwarded_bytes([WeightPart([], 2**40, "")], 2**24, workers) == 2**24
+    assert forwarded_bytes(parts, 2**24, 1) == 2**24
+    assert forwarded_bytes(parts[:1], 2**10, 8) == 2**10
