@@ -20,7 +20,7 @@ from april.wire.sockets.base import own_address
 from april.workers.engines.sglang import weights as server_weights
 from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
 from april.workers.engines.sglang.client import ServerGone
-from april.workers.engines.sglang.shared_weights import SharedWeights
+from april.workers.engines.sglang.shared_weights import ServerBarrier, SharedWeights
 
 V0, V1, V2 = (Version(0, step) for step in range(3))
 SERVERS = 3
@@ -189,6 +189,20 @@ def test_a_server_lost_before_a_broadcast_costs_its_worker_a_new_channel_and_oth
     run.until(lambda: lost.version == V1 and hurt.all_hold(V1))
     assert begun[-1] == SERVERS
     assert run.publish(V2)["publish_workers"] == 2 and hurt.all_hold(V2) and other.all_hold(V2)
+
+
+def test_a_server_whose_update_is_cancelled_while_it_waits_is_not_counted():
+    async def meet():
+        barrier = ServerBarrier(2, PATIENCE_S, lambda: None)
+        cancelled = asyncio.ensure_future(barrier.meet())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        first = asyncio.ensure_future(barrier.meet())
+        await asyncio.sleep(0)
+        assert not first.done()
+        await asyncio.gather(first, barrier.meet())
+
+    asyncio.run(meet())
 
 
 async def die_before(server, staged):

@@ -49,9 +49,9 @@ class SharedWeights:
         """Pass on the version that the source has staged, and fetch what a server lacks."""
         version = self.source.staged_version
         if version and (takers := self.takers(version)) and (staged := self.source.take()):
-            meeting = Meeting(len(takers), self.patience_s, staged.post) if staged.post else None
+            barrier = ServerBarrier(len(takers), self.patience_s, staged.post) if staged.post else None
             for share in takers:
-                share.receive(staged, meeting)
+                share.receive(staged, barrier)
             self._is_asked = False
         elif version and self._members is None:
             self.settle(version)
@@ -93,18 +93,18 @@ class ServerShare(WeightSource):
         self.loading: Version | None = None
         """Version that the server loads at the moment."""
         self.puts_off = False
-        self._meeting: Meeting | None = None
+        self._barrier: ServerBarrier | None = None
 
     @property
     def lacks_weights(self) -> bool:
         """Whether the server has no weights, and none to take."""
         return self.held is None and self.loading is None and self._staged is None
 
-    def receive(self, staged: StagedWeights, meeting: "Meeting | None") -> None:
-        """Stage this server's share of a version, which it receives with the others of `meeting`, if given."""
-        self._meeting = meeting
-        if meeting:
-            return self.stage(replace(staged, post=meeting.post, meet=meeting.meet))
+    def receive(self, staged: StagedWeights, barrier: "ServerBarrier | None") -> None:
+        """Stage this server's share of a version, which it receives with the others of `barrier`, if given."""
+        self._barrier = barrier
+        if barrier:
+            return self.stage(replace(staged, post=barrier.post, meet=barrier.meet))
         self.stage(replace(staged, tensors=dict(staged.tensors or {})))  # an engine may take tensors out of its own
 
     def connect(self, address: str, key: str = "") -> None:
@@ -135,12 +135,12 @@ class ServerShare(WeightSource):
         self.shared.put_off()
 
     def refuse(self, why: str, wrong: bool = False) -> None:
-        if self._meeting and self._meeting.has_failed:  # another server of the group has refused already
+        if self._barrier and self._barrier.has_failed:  # another server of the group has refused already
             self.loading = None
             return
         self.shared.refuse(self, why, wrong)
-        if self._meeting:
-            self._meeting.fail(why)
+        if self._barrier:
+            self._barrier.fail(why)
 
     def released(self) -> None:
         self.held = None
@@ -154,7 +154,7 @@ class ServerShare(WeightSource):
             self.shared.source.close(timeout_s)
 
 
-class Meeting:
+class ServerBarrier:
     """Has the servers of one group go on only when all of them are as far."""
 
     def __init__(self, count: int, patience_s: float, post: Callable[[], None]):
@@ -170,7 +170,7 @@ class Meeting:
         if self.has_failed:
             raise EngineError(self._why)
         own = asyncio.get_running_loop().create_future()
-        self._waiting.append(own)
+        self._waiting = [each for each in self._waiting if not each.done()] + [own]  # who was cancelled has left
         if len(self._waiting) == self.count:
             waiting, self._waiting = self._waiting, []
             for each in waiting:
