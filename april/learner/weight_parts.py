@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain, cycle, zip_longest
 from typing import Self
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from april.learner.loading import persistent_buffers, tensors_in_files
+from april.learner.loading import FileTensor, persistent_buffers, tensors_in_files
 from april.learner.model import BUCKET_BYTES, sharded_dim
 from april.learner.process_group import all_gather_values
 from april.weights.channel import TensorHead
@@ -65,14 +65,29 @@ class WeightTensor:
         return self.first + self.shape.numel()
 
 
-def divisible(lm: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[WeightTensor] | None:
-    """`tensors`, the weights of `lm`, and its buffers, as Hugging Face files have them; None if that is not what
-    consecutive values of them are, or some are sharded by anything but rows, or of a dtype that no part has."""
-    named = dict(chain(tensors, persistent_buffers(lm)))
-    found = tensors_in_files(lm, {name: tensor.shape for name, tensor in named.items()})
-    if found is None or not all(map(is_divisible, named.values())):
-        return None
-    return [WeightTensor(name, named[each.source], each.first, each.shape) for name, each in found.items()]
+class DivisibleWeights:
+    """The weights of a model, and its buffers, as Hugging Face files have them."""
+
+    def __init__(self, lm: nn.Module):
+        self.lm = lm
+
+    def tensors(self) -> list[WeightTensor] | None:
+        """None if files do not have consecutive values of the model's tensors, or some are sharded by anything but
+        rows, or of a dtype that no part has."""
+        named = self.named()
+        if self.in_files is None or not all(map(is_divisible, named.values())):
+            return None
+        return [WeightTensor(name, named[each.source], each.first, each.shape) for name, each in self.in_files.items()]
+
+    def named(self) -> dict[str, Tensor]:
+        """The model's own tensors."""
+        return dict(chain(self.lm.named_parameters(), persistent_buffers(self.lm)))
+
+    @cached_property
+    def in_files(self) -> dict[str, FileTensor] | None:
+        """Where in the model's tensors those of files lie: the same for all versions, and for thousands of experts a
+        second's work."""
+        return tensors_in_files(self.lm, {name: tensor.shape for name, tensor in self.named().items()})
 
 
 def is_divisible(tensor: Tensor) -> bool:
@@ -184,7 +199,7 @@ def ranks_of_copy(mesh: DeviceMesh, owner: int) -> dict[int, int]:
 def gather_part(version: Version, tensors: Sequence[WeightTensor], dtype: torch.dtype | None = None) -> Snapshot:
     """This rank's part of the weights, on the CPU; sharded tensors in `dtype` (None: float32). Collective.
 
-    `tensors`: from `divisible`, in the same order on all ranks.
+    `tensors`: from `DivisibleWeights`, in the same order on all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sent_in = dtype or torch.float32

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 from april.learner.model import empty_policy
-from april.learner.weight_parts import divide, divisible
+from april.learner.weight_parts import DivisibleWeights, divide
 from april.weights.channel import TensorHead
 from tests.learner.test_families import FAMILIES, family
 from tests.support.learner.comparison import equal
@@ -105,7 +105,7 @@ def test_ranks_that_see_different_disks_leave_the_export_to_rank_0(exported):
 def test_every_family_can_be_divided(name, tmp_path):
     family(name).save_pretrained(tmp_path)
     lm = empty_policy(tmp_path, 1.0).lm
-    assert divisible(lm, lm.named_parameters()) is not None
+    assert DivisibleWeights(lm).tensors() is not None
 
 
 class Doubling(ConversionOps):
@@ -125,4 +125,4 @@ def test_a_model_whose_tensors_are_computed_or_turned_for_its_files_is_gathered_
     family("qwen3").save_pretrained(tmp_path)
     lm = empty_policy(tmp_path, 1.0).lm
     lm._weight_conversions = [WeightConverter("up_proj.weight", "up_proj.weight", [operation])]
-    assert divisible(lm, lm.named_parameters()) is None
+    assert DivisibleWeights(lm).tensors() is None

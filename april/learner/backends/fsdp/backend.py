@@ -50,6 +50,7 @@ class FSDPBackend(Backend):
         self.ranks, self.context = context_groups(section)
         self.policy = self.divide(load_sharded(policy, path, device, self.bf16))
         self.lm, self.base = policy.lm, BaseWeights(path)
+        self.divisible = weight_parts.DivisibleWeights(self.lm)
         adapts = config.lora.is_set and config.lora.workers_have_base
         self.files = lora.names_in_folder(self.lm, dict(self.policy.trained)) if adapts else None
         """Name in Hugging Face files of each trained tensor, by its name in the model `lm`; None if workers receive all
@@ -95,7 +96,7 @@ class FSDPBackend(Backend):
         return lora.merged_weights(self.lm)
 
     def divisible_weights(self) -> list[weight_parts.WeightTensor] | None:
-        return None if self.config.lora.is_set else weight_parts.divisible(self.lm, self.lm.named_parameters())
+        return None if self.config.lora.is_set else self.divisible.tensors()
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
         """All weights in `dtype`, or the adapter in fp32, from which workers make weights in `dtype`. Collective."""
