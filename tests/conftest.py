@@ -18,7 +18,7 @@ from tests.support.marks import SERVERS  # noqa: E402
 from tests.support.run_processes import APRIL, Job, assert_closed, wait_until  # noqa: E402
 from tests.support.small_run import make_prompts, write_config  # noqa: E402
 from tests.support.step_gate import Gate  # noqa: E402
-from tests.support.turns import ALWAYS, has_its_turn  # noqa: E402
+from tests.support.turns import waits_for_its_turn  # noqa: E402
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in background ignores it
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -89,14 +89,16 @@ def pytest_collection_modifyitems(config, items):
         for mark in missing.intersection(needed):
             item.add_marker(pytest.mark.skip(reason=f"needs {SERVERS[mark]} (launch/install-{mark}.sh)"))
     if len(items) > FEW and not config.getoption("--every"):
-        later = [item for item in items if takes_turns(item) and not has_its_turn(item.nodeid.partition("@")[0], 2)]
+        later = [item for item in items if waits_for_its_turn(item)]
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if item not in set(later)]
+    items.sort(key=limit_of, reverse=True)  # the longest first: begun last it would leave the other processes idle
 
 
-def takes_turns(item):
-    """Whether a test is one of the long ones, of which a suite takes a half."""
-    return item.get_closest_marker("full") and not any(item.get_closest_marker(mark) for mark in ALWAYS)
+def limit_of(item):
+    """A test's own time limit in seconds, which the longest have; 0 for others."""
+    mark = item.get_closest_marker("timeout")
+    return mark.args[0] if mark else 0
 
 
 def pytest_addoption(parser):

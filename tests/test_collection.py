@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.turns import has_its_turn
+from tests.support.turns import PARTS, has_its_turn, name_of_turn
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,5 +45,10 @@ def test_a_test_may_be_skipped_for_want_of_a_gpu_alone(tmp_path):
 
 def test_long_tests_take_turns_and_all_come_to_have_one():
     names = [f"test_{number}" for number in range(400)]
-    had = [{name for name in names if has_its_turn(name, 2, bytes([state]))} for state in range(16)]
-    assert all(120 < len(each) < 280 for each in had) and set().union(*had) == set(names)
+    had = [{name for name in names if has_its_turn(name, PARTS, bytes([state]))} for state in range(32)]
+    assert all(80 < len(each) < 190 for each in had) and set().union(*had) == set(names)
+
+
+@pytest.mark.turn("what is slow to make")
+def test_tests_that_share_their_time_have_their_turn_together(request):
+    assert name_of_turn(request.node) == "tests/test_collection.py::what is slow to make"

@@ -74,7 +74,7 @@ def alone(policy_folder, tmp_path_factory):
     return outcomes(policy_folder, folder, 1, 1), folder
 
 
-LAYOUTS = [(2, 2), pytest.param((4, 2), marks=pytest.mark.full)]
+LAYOUTS = [(2, 2), pytest.param((4, 2), marks=[pytest.mark.full, pytest.mark.turn("4 ranks")])]
 """Ranks, and how many of them share a row."""
 
 

@@ -14,7 +14,6 @@ from tests.support.learner.frozen_weights import FrozenReference, assert_equals,
 from tests.support.learner.reference import ReferenceLearner
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import SHIPPED, job, make_config, settings, stale_batch
-from tests.support.marks import full
 
 pytestmark = pytest.mark.xdist_group("objective_ranks")
 WITH_SHIPPED = CORRECTIONS | {"shipped": SHIPPED}
@@ -42,7 +41,10 @@ LATIN = [
 """A third of the cases, with any two of loss, correction and normalisation together."""
 EACH = [case for case in LATIN if list(WITH_SHIPPED).index(case[1]) % len(LOSSES) == list(LOSSES).index(case[0])]
 """Every loss, correction and normalisation in one case at least."""
-SHARES = [pytest.param((2, LATIN), id="2"), full((4, EACH), id="4")]
+SHARES = [
+    pytest.param((2, LATIN), id="2"),
+    pytest.param((4, EACH), id="4", marks=[pytest.mark.full, pytest.mark.turn("4 ranks")]),
+]
 STEPS = {
     "plain": ("ppo", "clip", {"normalisation": "token_mean", "kl_coef": 0.1}),
     "sequences": ("gspo", "interpolated, not weighed", {"normalisation": "sequence_mean", "kl_coef": 0.1}),

@@ -61,7 +61,11 @@ STARTS = {
     "sglang": attach_sglang,
     "vllm": attach_vllm,
 }
-MARKS = {"sglang": pytest.mark.sglang, "vllm": pytest.mark.vllm, "transformers": pytest.mark.full}
+MARKS = {
+    "sglang": [pytest.mark.sglang, pytest.mark.always],
+    "vllm": [pytest.mark.vllm, pytest.mark.always],
+    "transformers": [pytest.mark.full],
+}
 RETRACT = "sglang-retract"
 KINDS = {"window": "gemma3_text", "sink": "gpt_oss", "state": "falcon_h1", "experts": "qwen3_moe"}
 KINDS |= {"images": "qwen3_vl"}

@@ -147,7 +147,7 @@ FAMILIES = {"qwen3_vl": PATCH, "qwen2_5_vl": 14, "qwen2_vl": 14}
 """Side of a patch in the tiny models (pixels); SGLang knows rows of pixels of Qwen2.5-VL by their length at 14."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.turn(name)) for name in FAMILIES])
 def models(request, tmp_path_factory):
     """(folder, model of version 0, model of version 1): tiny models whose tokeniser and processor SGLang reads too."""
     folder = tmp_path_factory.mktemp("models") / request.param

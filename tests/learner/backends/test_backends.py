@@ -62,10 +62,11 @@ pytestmark = [pytest.mark.xdist_group("backends"), pytest.mark.timeout(600)]
 
 
 def case_of(case):
-    marks = [] if case == SHORT else [pytest.mark.full]
+    name = "-".join(map(str, case))
+    marks = [] if case == SHORT else [pytest.mark.full, pytest.mark.turn(name)]
     if case[0] == "megatron":
         marks.append(pytest.mark.megatron)
-    return pytest.param(case, marks=marks, id="-".join(map(str, case)))
+    return pytest.param(case, marks=marks, id=name)
 
 
 @pytest.fixture(scope="module")

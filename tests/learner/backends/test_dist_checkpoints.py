@@ -97,6 +97,7 @@ def folders(tmp_path_factory, run_dir):
 
 
 @pytest.mark.megatron
+@pytest.mark.turn("folders")
 @pytest.mark.parametrize("name", [*MODELS, "run"])
 def test_a_model_comes_back_from_megatron_as_it_was(folders, name):
     assert files_of(folders[name] / "back") == files_of(folders[name] / "model")
@@ -106,6 +107,7 @@ def test_a_model_comes_back_from_megatron_as_it_was(folders, name):
 
 
 @pytest.mark.megatron
+@pytest.mark.turn("folders")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_checkpoint_that_megatron_saved_on_two_ranks_can_be_read(folders, name):
     assert files_of(folders[name] / "read") == files_of(folders[name] / "model")
@@ -122,6 +124,7 @@ class Runs:
 
 
 @pytest.mark.megatron
+@pytest.mark.turn("folders")
 def test_incomplete_or_foreign_checkpoints_are_refused_and_no_code_in_them_is_run(folders, tmp_path):
     def with_file(folder, name, content, of="untied"):
         shutil.copytree(folders[of] / "megatron", tmp_path / folder)
