@@ -1,4 +1,4 @@
-"""Resumable checkpoints of the sharded learner, and export of the policy as an ordinary Hugging Face folder.
+"""Resumable checkpoints of the sharded learner.
 
 A checkpoint is written under a temporary name and renamed once it is complete and on disk, so a folder `step_000010`
 was complete when it got its name. It contains the checksums of its files (`sha256sum -c SHA256SUMS` checks them), and a
@@ -19,24 +19,17 @@ from typing import Any, Self
 
 import orjson
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata, TensorStorageMetadata
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from april.config import LearnerSection
 from april.config.stored import CHECKSUMS_FILE, digest_of, format_checksums, parse_checksums
 from april.learner.loading import ModelError
-from april.learner.lora import save_adapter
-from april.learner.model import Policy, gather_tensors
 from april.learner.optimizers import DEFAULT, OPTIMIZERS
 from april.learner.optimizers.base import PartOptimizer
-from april.learner.process_group import long_wait_group
-from april.learner.weight_parts import WeightTensor, gather_part, written_by_all
 from april.util.errors import refuse, toml_like
-from april.util.files import read_whole, retried, sync, write_pieces
-from april.weights.folders import INDEX_FILE, WrittenFile, index_of, write_tensors
-from april.wire.message import Version
+from april.util.files import read_whole, retried, sync
 
 log = logging.getLogger(__name__)
 
@@ -291,74 +284,9 @@ def prune(directory: Path, keep: int, besides: Collection[int] = ()) -> None:
         log.warning("not all old checkpoints could be removed, which the next one tries again: %s", error)
 
 
-def export(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Path, out_dir: Path) -> None:
-    """Write a Hugging Face folder `out_dir`: the weights `state` of model `lm`, with configuration and tokenizer files
-    of `source_folder`.
-
-    An existing `out_dir` is replaced once the new one is complete. Rank 0 writes; the others do not wait for it.
-    """
-    if dist.get_rank() == 0:
-        retried(write_model, lm, state, source_folder, out_dir)
-
-
-def write_model(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Path, out_dir: Path) -> None:
-    partial = out_dir.with_name(f"{out_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    lm.save_pretrained(partial, state_dict=state, save_original_format=False)
-    copy_other_files(source_folder, partial)
-    replace_folder(partial, out_dir)
-
-
-def export_parts(
-    tensors: Sequence[WeightTensor], dtype: torch.dtype | None, source_folder: Path, out_dir: Path
-) -> None:
-    """Write a Hugging Face folder as `export` does, on a disk that all ranks see: each rank gathers and writes a part
-    of the weights, rank 0 the other files. Raises OSError on every rank if one cannot write its part. Collective; the
-    others do not wait for rank 0's files."""
-    part, group, rank = gather_part(Version(0, 0), tensors, dtype), long_wait_group(), dist.get_rank()
-    partial = out_dir.with_name(f"{out_dir.name}.partial")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    dist.barrier(group)
-
-    def write() -> list[WrittenFile]:
-        retried(lambda: partial.mkdir(parents=True, exist_ok=True))
-        return write_tensors(part, rank, lambda name, pieces: retried(write_pieces, partial / name, pieces))
-
-    files = written_by_all(write, str(out_dir), group)
-    if rank == 0:
-        retried((partial / INDEX_FILE).write_bytes, index_of(files))
-        retried(copy_other_files, source_folder, partial)
-        replace_folder(partial, out_dir)
-
-
-def copy_other_files(source_folder: Path, target: Path) -> None:
-    """Copy the files of a model's folder but its weights."""
-    for path in Path(source_folder).iterdir():
-        if path.is_file() and not WEIGHT_FILES.fullmatch(path.name):
-            shutil.copy(path, target / path.name)
-
-
 def dtype_of_folder(folder: Path) -> torch.dtype | None:
     """Dtype that a Hugging Face folder's configuration names for its weights; None if it names none."""
     return AutoConfig.from_pretrained(folder).dtype
-
-
-def export_adapter(policy: Policy, adapter: dict[str, Any], base: str, out_dir: Path) -> None:
-    """Write the trained tensors as a peft adapter folder, replacing `out_dir`. Collective; only rank 0 writes."""
-    weights = gather_tensors(policy.trained)
-    if dist.get_rank() == 0:
-        tied = {name: first for name, first in policy.lm.all_tied_weights_keys.items() if first in weights}
-        retried(write_adapter, weights, tied, adapter, base, out_dir)
-
-
-def write_adapter(
-    weights: dict[str, Tensor], tied: dict[str, str], adapter: dict[str, Any], base: str, out_dir: Path
-) -> None:
-    partial = out_dir.with_name(f"{out_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    save_adapter(partial, weights, tied, adapter, base)
-    replace_folder(partial, out_dir)
 
 
 def replace_folder(complete: Path, final: Path) -> None:

@@ -158,11 +158,6 @@ class Disks:
     def count(self) -> int:
         return len(self.leaders)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether there are several ranks, which all see the same disk."""
-        return 1 == self.count < len(self.disk_of_rank)
-
     def ranks(self, disk: int) -> list[int]:
         return [rank for rank, its in enumerate(self.disk_of_rank) if its == disk]
 
@@ -193,6 +188,12 @@ class Disks:
     def from_rank_0(self, name: str) -> list[FileTransfer]:
         """Transfers between ranks that copy a file of rank 0 to every other disk."""
         return [FileTransfer(name, 0, leader) for leader in self.leaders[1:]]
+
+    def to_first_disk(self, names: Sequence[Sequence[str]]) -> list[FileTransfer]:
+        """Transfers between ranks that copy the files each rank has written on another disk to that of rank 0."""
+        away = [rank for rank, disk in enumerate(self.disk_of_rank) if disk]
+        targets = self.ranks(0)
+        return [FileTransfer(name, rank, targets[rank % len(targets)]) for rank in away for name in names[rank]]
 
     def assign_ranks(self, moves: Sequence[FileTransfer]) -> list[FileTransfer]:
         """Transfers between disks, distributed over the disks' ranks."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from april import config as configuration
 from april.config import Config, ConfigError
 from april.config.stored import StoredCheckpoints, store_refused, stored_checkpoints
-from april.learner import checkpoint, lora
+from april.learner import checkpoint, exports, lora
 from april.learner.backends import BACKENDS
 from april.learner.backends.entry import BackendEntry
 from april.learner.loading import ModelError, load_weights
@@ -52,7 +52,7 @@ def convert(source: Path, to: str, step: int | None, model: Path | None, out_dir
     try:
         if native_entry and model:
             lm, weights = native_entry.read_native(source, model)
-            checkpoint.write_model(lm, hugging_face_state(lm, weights), model, out_dir)
+            exports.write_model(lm, hugging_face_state(lm, weights), model, out_dir)
         elif target and is_model:
             to_native(target, source, out_dir)
         elif target:
@@ -127,7 +127,7 @@ def write(source: Path, config: Config, out_dir: Path) -> None:
     checkpoint.read_tensors(source, state)
     dtype = checkpoint.dtype_of_folder(folder)
     weights = {name: value.detach().to(dtype) for name, value in lora.merged_weights(policy.lm)}
-    checkpoint.write_model(policy.lm, hugging_face_state(policy.lm, weights), folder, out_dir)
+    exports.write_model(policy.lm, hugging_face_state(policy.lm, weights), folder, out_dir)
 
 
 @contextmanager

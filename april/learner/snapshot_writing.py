@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
@@ -115,7 +116,7 @@ class SnapshotWriting:
         """Write this rank's part and, on rank 0, complete the snapshot. Collective, in a group of its own."""
         began, rank = time.perf_counter(), dist.get_rank()
         write = partial(self.folders.write_part, part, rank, self._base)
-        files = written_by_all(write, f"weights {part.version}", self.group)
+        files = list(chain.from_iterable(written_by_all(write, f"weights {part.version}", self.group)))
         if self.tell:
             rests_on = self._chains[-1] if self._base else []
             folder = self.folders.complete(part.version, files, part.canary, self.others, rests_on)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from april.config import Config
 from april.config.stored import stored_checkpoints
-from april.learner import checkpoint, performance
+from april.learner import checkpoint, exports, performance
 from april.learner.algorithms import Algorithms, ReadyBatch
 from april.learner.backends import BACKENDS
 from april.learner.batch import TrainingBatch, TrainSample
@@ -487,14 +487,14 @@ class Trainer:
         self.checkpoints.copies.export(self.config.exported_policy)
         if self.config.lora.is_set:
             base, adapter = self.config.model.named(), self.backend.adapter
-            checkpoint.export_adapter(self.policy, adapter, base, self.config.exported_adapter)
+            exports.export_adapter(self.policy, adapter, base, self.config.exported_adapter)
             self.checkpoints.copies.export(self.config.exported_adapter)
 
     def write_model(self, out_dir: Path) -> None:
         """Write the current weights as a Hugging Face folder, in the dtype of the starting model: each rank a part,
-        rank 0 all where they cannot be divided or ranks see different disks. Collective."""
+        rank 0 all where they cannot be divided. Collective."""
         source = self.config.model.path
         dtype = checkpoint.dtype_of_folder(source)
-        if self.checkpoints.disks.is_shared and (tensors := self.backend.divisible_weights()):
-            return checkpoint.export_parts(tensors, dtype, source, out_dir)
-        checkpoint.export(self.backend.lm, self.backend.weights(dtype), source, out_dir)
+        if dist.get_world_size() > 1 and (tensors := self.backend.divisible_weights()):
+            return exports.export_parts(tensors, dtype, source, out_dir)
+        exports.export(self.backend.lm, self.backend.weights(dtype), source, out_dir)

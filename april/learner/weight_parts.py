@@ -329,17 +329,19 @@ def as_bytes(values: Tensor) -> Tensor:
 # --- files of parts ---------------------------------------------------------------------------------------------------
 
 
-def written_by_all(write: Callable[[], list[WrittenFile]], what: str, group: dist.ProcessGroup) -> list[WrittenFile]:
-    """The files of all ranks, each of which writes its part with `write`. Raises OSError on every rank if one of them
-    could not. `what`: what is written, in words. Collective."""
+def written_by_all(
+    write: Callable[[], list[WrittenFile]], what: str, group: dist.ProcessGroup
+) -> list[list[WrittenFile]]:
+    """The files of each rank, which writes its part with `write`. Raises OSError on every rank if one of them could
+    not. `what`: what is written, in words. Collective."""
     written: list[WrittenFile] | str
     try:
         written = write()
     except Exception as error:  # the other ranks wait for what becomes of each
         written = f"rank {dist.get_rank()} cannot write its part of {what}: {error}"
-    files = list[WrittenFile]()
+    files = list[list[WrittenFile]]()
     for its in all_gather_values(written, list[WrittenFile] | str, group):
         if isinstance(its, str):
             raise OSError(its)
-        files += its
+        files.append(its)
     return files

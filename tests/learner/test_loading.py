@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config, Qwen3MoeConfig
 
-from april.learner import checkpoint, loading
+from april.learner import checkpoint, exports, loading
 from april.learner.loading import ModelError
 from april.learner.model import empty_policy, load, load_sharded
 from tests.support.learner.architectures import EXPERTS, GLM_EXPERTS, SHAPE, random_model
@@ -170,5 +170,5 @@ def test_weights_in_fp16_are_trained_in_fp32_and_exported_as_they_came(named, ra
     rank(0)
     dtype = checkpoint.dtype_of_folder(tmp_path / "halves")
     state = {name: tensor.to(dtype or tensor.dtype) for name, tensor in files.items()}
-    checkpoint.export(policy.lm, state, tmp_path / "halves", tmp_path / "policy")
+    exports.export(policy.lm, state, tmp_path / "halves", tmp_path / "policy")
     assert equal(load_file(tmp_path / "policy/model.safetensors"), files)

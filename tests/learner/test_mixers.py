@@ -16,7 +16,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from april.learner import checkpoint
+from april.learner import exports
 from april.learner.batch import TrainingBatch
 from april.learner.loading import persistent_buffers
 from april.learner.lora import AdaptedLinear, merged_weights
@@ -78,7 +78,7 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
     for name, parameter in policy.lm.named_parameters():
         scale = theirs[name].grad.abs().max().item()
         assert (parameter.grad.full_tensor() - theirs[name].grad).abs().max() <= 1e-5 * scale + 1e-9, name
-    checkpoint.export(policy.lm, gather_state(policy.lm, merged_weights(policy.lm)), folder, tmp_path / "policy")
+    exports.export(policy.lm, gather_state(policy.lm, merged_weights(policy.lm)), folder, tmp_path / "policy")
     assert equal(reference.lm.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict())
 
 
@@ -157,7 +157,7 @@ def test_an_adapter_within_a_mixer_learns_as_merged_weights_would(config, one_ra
     layers = trainer.policy.lm.base_model.layers
     assert any(isinstance(each, AdaptedLinear) for mixer in mixers_in(layers) for each in mixer.modules())
     packed = pack([sample for group in batch.groups for sample in group], CPU)
-    checkpoint.export(
+    exports.export(
         trainer.policy.lm,
         gather_state(trainer.policy.lm, merged_weights(trainer.policy.lm)),
         folder,

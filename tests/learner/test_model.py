@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from april.learner import checkpoint
+from april.learner import exports
 from april.learner.batch import TrainingBatch
 from april.learner.loading import ModelError
 from april.learner.lora import merged_weights
@@ -56,7 +56,7 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
     state = gather_state(policy.lm, merged_weights(policy.lm))
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert state.keys() == set(weights.keys())
-    checkpoint.export(policy.lm, state, folder, tmp_path / "policy")
+    exports.export(policy.lm, state, folder, tmp_path / "policy")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
     assert equal(reference.lm.state_dict(), exported)
 

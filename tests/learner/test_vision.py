@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from april.data.pixels import PixelReader
-from april.learner import checkpoint
+from april.learner import exports
 from april.learner.model import load
 from april.learner.packing import pack
 from april.learner.performance import forward_cost
@@ -124,7 +124,7 @@ def test_a_trained_model_is_exported_as_transformers_loads_it(family, lora, one_
     weights = trainer.weights()
     with safe_open(folder / "model.safetensors", "pt") as files:
         assert weights.keys() == set(files.keys())
-    checkpoint.export(trainer.backend.lm, weights, folder, tmp_path / "exported")
+    exports.export(trainer.backend.lm, weights, folder, tmp_path / "exported")
     after = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported").state_dict()
     towers = [{name: each for name, each in state.items() if ".visual." in name} for state in (before, after)]
     assert equal(*towers) and not equal(before, after)

@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 from torch.distributed.tensor import DTensor
 
 from april.config import Config
-from april.learner import checkpoint, loop, process_group
+from april.learner import exports, loop, process_group
 from april.learner.batch import decode, share_batch
 from april.learner.trainer import Trainer
 from april.learner.weight_parts import gather_part
@@ -109,7 +109,7 @@ def live(job: dict, device: torch.device) -> dict:
     trainer = Trainer(config, device)
     if diary:
         diary.durable = late(diary.durable, job.get("late_s", 0.0))
-        checkpoint.write_pieces = late(checkpoint.write_pieces, job.get("late_s", 0.0))
+        exports.write_pieces = late(exports.write_pieces, job.get("late_s", 0.0))
     loop.run(config, trainer, diary, diary)
     weights = trainer.weights()
     if diary is None:
@@ -153,7 +153,7 @@ def export(job: dict, device: torch.device) -> dict:
             raise OSError("No space left on device")
         write(*arguments)
 
-    checkpoint.write_pieces, reason = write_or_fail, ""
+    exports.write_pieces, reason = write_or_fail, ""
     try:
         trainer.write_model(trainer.config.exported_policy)
     except OSError as error:
