@@ -215,6 +215,7 @@ def rank(own: int, store: Path, kind: str, folder: Path, incarnation: int, answe
     from torch.distributed.tensor import DTensor, Shard
 
     from april.config import LearnerSection
+    from april.learner.held_tensors import HeldTensor
     from april.learner.process_group import all_gather_values
     from april.learner.publication import DividedSending
     from april.learner.weight_parts import WeightTensor, gather_part
@@ -237,17 +238,15 @@ def rank(own: int, store: Path, kind: str, folder: Path, incarnation: int, answe
         version = Version(incarnation, command["step"])
         for shard in shards:
             shard.view(torch.int16)[torch.rand(shard.shape, generator=random_bits) < 0.03] ^= 1
-        tensors = [
-            WeightTensor.whole(f"layers.{i}", DTensor.from_local(shard.clone(), mesh, [Shard(0)]))
-            for i, shard in enumerate(shards)
-        ]
-        whole = torch.cat([each.tensor.full_tensor() for each in tensors])
+        tensors = [DTensor.from_local(shard.clone(), mesh, [Shard(0)]) for shard in shards]
+        parts = [WeightTensor.whole(f"layers.{i}", HeldTensor.of(each)) for i, each in enumerate(tensors)]
+        whole = torch.cat([each.full_tensor() for each in tensors])
         if divided:
-            backend = SimpleNamespace(divisible_weights=partial(list, tensors))
+            backend = SimpleNamespace(divisible_weights=partial(list, parts))
             trainer = SimpleNamespace(backend=backend, generation_dtype=torch.bfloat16, device=torch.device("cpu"))
             part = divided.gather(trainer, version)
         else:
-            part = gather_part(version, tensors, torch.bfloat16)
+            part = gather_part(version, parts, torch.bfloat16)
             of_ranks = all_gather_values(folders.write_part(part, own, base), list[WrittenFile])
             files = [file for its in of_ranks for file in its]
             if own == 0:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from april.config import LearnerSection, WeightsSection
+from april.learner.held_tensors import HeldTensor
 from april.learner.model import gather_tensors
 from april.learner.process_group import all_gather_values
 from april.learner.publication import DividedSending
@@ -67,16 +68,17 @@ def rank(own: int, ranks: int, folder: Path, tensors: int, workers: list[int]) -
     store = dist.FileStore(str(folder / "ranks"), ranks)
     dist.init_process_group("gloo", store=store, rank=own, world_size=ranks, timeout=timedelta(seconds=900))
     mesh = init_device_mesh("cpu", (ranks,))
-    sharded = []
+    sharded = {}
     for i in range(tensors):
         rows = torch.full((ROWS // ranks, WIDTH), i / 64, dtype=torch.bfloat16)
-        sharded.append(WeightTensor.whole(f"layers.{i}.weight", DTensor.from_local(rows, mesh, [Shard(0)])))
+        sharded[f"layers.{i}.weight"] = DTensor.from_local(rows, mesh, [Shard(0)])
+    parts = [WeightTensor.whole(name, HeldTensor.of(tensor)) for name, tensor in sharded.items()]
     publisher = WeightPublisher(SECTION, "bench", "cpu") if own == 0 else None
     config = SimpleNamespace(weights=SECTION, learner=LearnerSection(), engine=SimpleNamespace(weights="auto"))
-    sent, found = list[int](), {"shard_bytes": sum(each.tensor.to_local().nbytes for each in sharded)}
+    sent, found = list[int](), {"shard_bytes": sum(each.to_local().nbytes for each in sharded.values())}
     count_sent(sent)
     divided = DividedSending(config, publisher, torch.device("cpu"))
-    backend = SimpleNamespace(divisible_weights=lambda: sharded)
+    backend = SimpleNamespace(divisible_weights=lambda: parts)
     trainer = SimpleNamespace(backend=backend, generation_dtype=torch.bfloat16, device=torch.device("cpu"))
     if publisher:
         (folder / "address.partial").write_text(publisher.address)
@@ -106,7 +108,7 @@ def rank(own: int, ranks: int, folder: Path, tensors: int, workers: list[int]) -
         publisher.withdraw()
     dist.barrier()
     with PeakMemory() as peak:  # all on rank 0
-        whole = gather_tensors([(each.name, each.tensor) for each in sharded])
+        whole = gather_tensors(sharded.items())
         if publisher:
             publisher.publish(Version(0, step), whole)
         dist.barrier()

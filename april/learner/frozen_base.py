@@ -31,14 +31,27 @@ class BaseLinear(nn.Linear):
 
     def plain_weight(self) -> Tensor:
         """The weight [out, in] in fp32, without its graph, sharded as the held one is."""
-        held = self.weight.detach()
-        if held.is_floating_point():
-            return held.float()
+        return self.with_rows(self.plain_rows(slice(None)))
+
+    def plain_rows(self, rows: slice) -> Tensor:
+        """Rows [n, in] of this rank's shard of the weight, in fp32, without their graph."""
+        held = local_part(self.weight)[rows]
+        return held.float() if held.is_floating_point() else unpack(held, self.in_features)
+
+    def with_rows(self, rows: Tensor) -> Tensor:
+        """The tensor [out, in] of which this rank has `rows`, sharded as the weight is."""
+        held, shape = self.weight, torch.Size([len(self.weight), self.in_features])
         if not isinstance(held, DTensor):
-            return unpack(held, self.in_features)
-        rows, shape = unpack(held.to_local(), self.in_features), torch.Size([len(held), self.in_features])
-        stride = (self.in_features, 1)
-        return DTensor.from_local(rows, held.device_mesh, held.placements, run_check=False, shape=shape, stride=stride)
+            return rows
+        return DTensor.from_local(
+            rows, held.device_mesh, held.placements, run_check=False, shape=shape, stride=(self.in_features, 1)
+        )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded, without its graph."""
+    held = tensor.detach()
+    return held.to_local() if isinstance(held, DTensor) else held
 
 
 class PackedProduct(torch.autograd.Function):

@@ -4,8 +4,9 @@ Reading or publishing weights, an adapted model shows its original tensors with 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 
 from april.config import stored
 from april.config.training import LoraSection, layers_to_adapt
-from april.learner.frozen_base import BaseLinear, hold_frozen
+from april.learner.frozen_base import BaseLinear, hold_frozen, local_part
+from april.learner.held_tensors import HeldTensor
 from april.learner.loading import names_in_files
 from april.learner.vision import text_model
 from april.weights.base import DOWN, UP, merge
@@ -52,10 +54,16 @@ class AdaptedLinear(BaseLinear):
     def merged(self) -> Tensor:
         """The weight with the adapter merged: W + scaling B A. Collective if sharded: each rank computes its own rows,
         from the whole of A."""
-        down, up = self.lora_A.detach(), self.lora_B.detach()
-        if isinstance(down, DTensor):
-            down = down.redistribute(placements=[Replicate()])
-        return merge(self.plain_weight(), down, up, self.scaling)
+        return self.with_rows(self.merged_rows(self.whole_down(), slice(None)))
+
+    def merged_rows(self, down: Tensor, rows: slice) -> Tensor:
+        """Rows [n, in] of this rank's shard of the merged weight, in fp32. `down`: from `whole_down`."""
+        return merge(self.plain_rows(rows), down, local_part(self.lora_B)[rows], self.scaling)
+
+    def whole_down(self) -> Tensor:
+        """A, whole on each rank. Collective if sharded."""
+        down = self.lora_A.detach()
+        return down.redistribute(placements=[Replicate()]).to_local() if isinstance(down, DTensor) else down
 
 
 def attach(lm: nn.Module, section: LoraSection, seed: int) -> None:
@@ -96,6 +104,27 @@ def merged_weights(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, layer.merged() if isinstance(layer, AdaptedLinear) else layer.plain_weight()
         elif not name.endswith(PARTS):
             yield name, parameter if parameter.dtype == torch.float32 else parameter.detach().float()
+
+
+def held_weights(lm: nn.Module) -> Iterator[tuple[str, HeldTensor | None]]:
+    """The model's original parameters as the ranks hold them, the adapter merged: each rank computes the rows that are
+    asked for. Collective if sharded: every rank has the whole of each A from then on."""
+    layers = {f"{name}.weight": layer for name, layer in lm.named_modules() if isinstance(layer, BaseLinear)}
+    for name, parameter in lm.named_parameters():
+        if layer := layers.get(name):
+            adapted = isinstance(layer, AdaptedLinear)
+            rows = partial(layer.merged_rows, layer.whole_down()) if adapted else layer.plain_rows
+            shape = torch.Size([len(parameter), layer.in_features])
+            yield name, HeldTensor.sharded(parameter, shape, partial(values_of_rows, rows, layer.in_features))
+        elif not name.endswith(PARTS):
+            yield name, HeldTensor.of(parameter)
+
+
+def values_of_rows(rows: Callable[[slice], Tensor], columns: int, first: int, end: int) -> Tensor:
+    """The values from `first` to `end` (exclusive) of a matrix of so many columns, of which `rows` gives some rows."""
+    start = first // columns
+    found = rows(slice(start, -(-end // columns)))
+    return found.reshape(-1)[first - start * columns : end - start * columns]
 
 
 def names_in_folder(lm: nn.Module, trained: Iterable[str]) -> dict[str, str] | None:

@@ -59,7 +59,7 @@ class DividedSending:
         if config.weights.senders == "rank_0" or dist.get_world_size() == 1:
             return None
         reaches = transport.carries_weights and (is_on_one_machine() or not transport.is_local)
-        if not reaches or trainer.backend.divisible_weights() is None:
+        if not reaches or trainer.backend.publishes_adapter or trainer.backend.divisible_weights() is None:
             if publisher:
                 log.info("rank 0 gathers and sends all weights")
             return None

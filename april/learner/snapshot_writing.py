@@ -23,7 +23,6 @@ from april.util.files import read_whole
 from april.util.lifetime import in_background
 from april.util.objects import StoreError
 from april.weights import TRANSPORTS
-from april.weights.base import AdapterWeights
 from april.weights.canary import Canary
 from april.weights.folders import KEPT, SnapshotFolders
 from april.weights.snapshot import Snapshot, pack
@@ -90,12 +89,9 @@ class SnapshotWriting:
         """This rank's part of the current weights: on rank 0 all of them where they cannot be divided. Collective."""
         self._last_step = version.step
         tensors = trainer.backend.divisible_weights()
-        if tensors is not None:
-            return gather_part(version, tensors, trainer.generation_dtype)
-        weights = trainer.weights_to_publish()
-        if isinstance(weights, AdapterWeights):
-            weights = dict(weights.base.with_adapter(weights.adapter, weights.tensors))
-        return pack(version, weights)
+        if tensors is None:
+            return pack(version, trainer.weights())
+        return gather_part(version, tensors, trainer.generation_dtype)
 
     def start_writing(self, part: Snapshot, canary: Canary | None) -> None:
         """Write a snapshot in a thread; the previous one must be finished."""

@@ -7,28 +7,26 @@ transfer.
 part = gather_part(version, backend.divisible_weights(), dtype)
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import chain, cycle, zip_longest
 from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from april.learner.frozen_base import shape_in_files
+from april.learner.held_tensors import HeldTensor, Span
 from april.learner.loading import FileTensor, persistent_buffers, tensors_in_files
-from april.learner.model import BUCKET_BYTES, sharded_dim
+from april.learner.model import BUCKET_BYTES
 from april.learner.process_group import all_gather_values
 from april.weights.channel import TensorHead
 from april.weights.folders import WrittenFile
 from april.weights.snapshot import (
     ALIGNMENT_BYTES,
-    DTYPES,
     Snapshot,
     byte_size,
     digest,
@@ -48,20 +46,20 @@ class WeightTensor:
 
     name: str
     """Name in Hugging Face files."""
-    tensor: Tensor
-    """The model's tensor, whole or sharded by rows: all experts of a layer, of which this one may be a part."""
+    held: HeldTensor
+    """The model's tensor: all experts of a layer, of which this one may be a part."""
     first: int
-    """Index of the first value in the flattened `tensor`."""
+    """Index of the first value in the flattened tensor."""
     shape: torch.Size
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> Self:
+    def whole(cls, name: str, held: HeldTensor) -> Self:
         """A tensor that files have as the model has it."""
-        return cls(name, tensor, 0, tensor.shape)
+        return cls(name, held, 0, held.shape)
 
     @property
     def end(self) -> int:
-        """Index after the last value in the flattened `tensor`."""
+        """Index after the last value in the flattened tensor."""
         return self.first + self.shape.numel()
 
 
@@ -70,33 +68,25 @@ class DivisibleWeights:
 
     def __init__(self, lm: nn.Module):
         self.lm = lm
+        self.in_files = cache(self.find_in_files)
 
-    def tensors(self) -> list[WeightTensor] | None:
-        """None if files do not have consecutive values of the model's tensors, or some are sharded by anything but
-        rows, or of a dtype that no part has."""
-        named = self.named()
-        if self.in_files is None or not all(map(is_divisible, named.values())):
-            return None
-        return [WeightTensor(name, named[each.source], each.first, each.shape) for name, each in self.in_files.items()]
+    def tensors(self, held: Iterable[tuple[str, HeldTensor | None]]) -> list[WeightTensor] | None:
+        """`held`: the model's parameters as the ranks hold them. None if one of them is None, or files do not have
+        consecutive values of the model's tensors."""
+        of_buffers = ((name, HeldTensor.of(buffer)) for name, buffer in persistent_buffers(self.lm))
+        named = dict(chain(held, of_buffers))
+        known = {name: tensor for name, tensor in named.items() if tensor}
+        found = self.in_files(tuple(known)) if len(known) == len(named) else None
+        return found and [
+            WeightTensor(name, known[each.source], each.first, each.shape) for name, each in found.items()
+        ]
 
-    def named(self) -> dict[str, Tensor]:
-        """The model's own tensors."""
-        return dict(chain(self.lm.named_parameters(), persistent_buffers(self.lm)))
-
-    @cached_property
-    def in_files(self) -> dict[str, FileTensor] | None:
-        """Where in the model's tensors those of files lie: the same for all versions, and for thousands of experts a
-        second's work."""
-        return tensors_in_files(self.lm, {name: tensor.shape for name, tensor in self.named().items()})
-
-
-def is_divisible(tensor: Tensor) -> bool:
-    """Whether a tensor has a dtype of parts, and is whole on every rank, or divided by rows over the last dimension of
-    its mesh alone."""
-    if not isinstance(tensor, DTensor):
-        return tensor.dtype in DTYPES.values()
-    *others, _ = tensor.placements
-    return sharded_dim(tensor) in (None, 0) and all(placement.is_replicate() for placement in others)
+    def find_in_files(self, names: tuple[str, ...]) -> dict[str, FileTensor] | None:
+        """Where in the model's tensors of these names those of files lie: the same for all versions, and for thousands
+        of experts a second's work."""
+        tensors = dict(chain(self.lm.named_parameters(), persistent_buffers(self.lm)))
+        shapes = {name: torch.Size(shape_in_files(self.lm, name, tensors[name])) for name in names}
+        return tensors_in_files(self.lm, shapes)
 
 
 def divide(heads: Sequence[TensorHead], ranks: int, holders: Sequence[Collection[int]] = ()) -> list[int]:
@@ -118,21 +108,11 @@ def divide(heads: Sequence[TensorHead], ranks: int, holders: Sequence[Collection
     return owners
 
 
-def holders(each: WeightTensor) -> Collection[int]:
-    """The ranks that hold all values of a sharded tensor; none if none does, or all do."""
-    if not isinstance(each.tensor, DTensor) or sharded_dim(each.tensor) is None or each.first == each.end:
-        return ()
-    rows = each.tensor.device_mesh.mesh.reshape(-1, each.tensor.device_mesh.shape[-1])
-    values = values_per_rank(each.tensor)
-    place = each.first // values
-    return rows[:, place].tolist() if (each.end - 1) // values == place else ()
-
-
 @dataclass(frozen=True)
 class Piece:
     """Consecutive values of a tensor, and their place in the buffer of the rank that gathers them."""
 
-    tensor: Tensor
+    held: HeldTensor
     dtype: torch.dtype
     first: int
     """Index of the first value in the whole flattened tensor."""
@@ -146,69 +126,43 @@ class Share:
     """The values of a piece that one rank holds."""
 
     piece: Piece
-    first: int
-    """Index of the first value in the whole flattened tensor."""
-    end: int
+    span: Span
 
     @property
     def size(self) -> int:
         """Size of the values as they are sent, bytes."""
-        return (self.end - self.first) * self.piece.dtype.itemsize
+        return (self.span.end - self.span.first) * self.piece.dtype.itemsize
 
-    def place(self) -> slice:
-        """Where the values lie in the buffer of the rank that gathers them."""
-        start = self.piece.offset + (self.first - self.piece.first) * self.piece.dtype.itemsize
-        return slice(start, start + self.size)
+    def write(self, data: Tensor, values: Tensor) -> None:
+        """Write the values, uint8 [size], to their place in the buffer of the rank that gathers them."""
+        itemsize, columns = self.piece.dtype.itemsize, self.span.columns
+        piece = data[self.piece.offset :][: (self.piece.end - self.piece.first) * itemsize].view(self.span.rows, -1)
+        piece[:, columns.start * itemsize : columns.stop * itemsize] = values.view(self.span.rows, -1)
+
+    def values(self) -> Tensor:
+        """The values, flat, on the rank that holds them."""
+        return self.piece.held.values(self.span.first, self.span.end)
 
 
 def shares(bucket: Iterable[Piece], rank: int, owner: int) -> list[Share]:
     """The values of a bucket that `rank` gives to `owner`."""
-    found = []
-    for piece in bucket:
-        first, end = held_values(piece.tensor, rank, owner)
-        first, end = max(first, piece.first), min(end, piece.end)
-        if first < end:
-            found.append(Share(piece, first, end))
-    return found
-
-
-def held_values(tensor: Tensor, rank: int, owner: int) -> tuple[int, int]:
-    """First and last index (exclusive) of the values of a flattened tensor that `rank` gives to `owner`. FSDP2's rank r
-    of R has the r-th `ceil(n / R)` of n rows."""
-    if not isinstance(tensor, DTensor) or sharded_dim(tensor) is None:
-        return (0, tensor.numel()) if rank == owner else (0, 0)
-    places = ranks_of_copy(tensor.device_mesh, owner)
-    if rank not in places:
-        return (0, 0)
-    each = values_per_rank(tensor)
-    return min(places[rank] * each, tensor.numel()), min((places[rank] + 1) * each, tensor.numel())
-
-
-def values_per_rank(tensor: DTensor) -> int:
-    """Most values of a tensor divided by rows that a rank holds."""
-    return -(-tensor.shape[0] // tensor.device_mesh.shape[-1]) * math.prod(tensor.shape[1:])
-
-
-@cache
-def ranks_of_copy(mesh: DeviceMesh, owner: int) -> dict[int, int]:
-    """Rank -> its place among the ranks that divide a copy of each tensor with `owner`: a row of the mesh."""
-    rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
-    return next({rank: place for place, rank in enumerate(row)} for row in rows if owner in row)
+    spans = ((piece, piece.held.span(piece.first, piece.end, rank, owner)) for piece in bucket)
+    return [Share(piece, span) for piece, span in spans if span]
 
 
 def gather_part(version: Version, tensors: Sequence[WeightTensor], dtype: torch.dtype | None = None) -> Snapshot:
-    """This rank's part of the weights, on the CPU; sharded tensors in `dtype` (None: float32). Collective.
+    """This rank's part of the weights, on the CPU, in `dtype` (None: float32) but for tensors that have their own.
+    Collective.
 
     `tensors`: from `DivisibleWeights`, in the same order on all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sent_in = dtype or torch.float32
-    dtypes = [sent_in if isinstance(each.tensor, DTensor) else each.tensor.dtype for each in tensors]
+    dtypes = [each.held.dtype or dtype or torch.float32 for each in tensors]
     heads = [
         TensorHead(each.name, str(own).removeprefix("torch."), list(each.shape))
         for each, own in zip(tensors, dtypes, strict=True)
     ]
-    owners = divide(heads, ranks, [holders(each) for each in tensors])
+    owners = divide(heads, ranks, [each.held.holders(each.first, each.end) for each in tensors])
     gathered: list[list[list[Piece]]] = []
     for each in range(ranks):
         members = [i for i, owner in enumerate(owners) if owner == each]
@@ -233,13 +187,15 @@ def gather_part(version: Version, tensors: Sequence[WeightTensor], dtype: torch.
 
 
 def pieces(each: WeightTensor, dtype: torch.dtype, offset: int) -> Iterator[Piece]:
-    """A tensor in pieces of at most `BUCKET_BYTES` in the dtype in which it is sent. `offset`: its place in the buffer
-    of the rank that gathers it, bytes."""
-    most = BUCKET_BYTES // dtype.itemsize
-    for first in range(each.first, each.end, most):
-        yield Piece(
-            each.tensor, dtype, first, min(first + most, each.end), offset + (first - each.first) * dtype.itemsize
-        )
+    """A tensor in pieces, each of whole rows or part of one, and at most `BUCKET_BYTES` in float32, in which merged
+    weights are computed. `offset`: its place in the buffer of the rank that gathers it, bytes."""
+    first, row = each.first, each.held.row
+    while first < each.end:
+        size = min(BUCKET_BYTES // torch.float32.itemsize, each.end - first)
+        if size > (left := row - first % row):
+            size = left if left < row else size // row * row
+        yield Piece(each.held, dtype, first, first + size, offset + (first - each.first) * dtype.itemsize)
+        first += size
 
 
 def in_buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -267,7 +223,7 @@ class MessageMemory:
         """A place for each message, uint8 [bytes]: its shares one after the other, each aligned."""
         sizes = [sum(aligned(share.size) for share in its) for its in messages]
         if messages and self._bytes.numel() < sum(sizes):
-            self._bytes = torch.empty(sum(sizes), dtype=torch.uint8, device=messages[0][0].piece.tensor.device)
+            self._bytes = torch.empty(sum(sizes), dtype=torch.uint8, device=messages[0][0].piece.held.device)
         return list(self._bytes[: sum(sizes)].split(sizes)) if messages else []
 
 
@@ -282,7 +238,7 @@ class Transfer:
         operations = []
         if rank != owner and (own := shares(bucket, rank, owner)):
             (message,) = memory.take([own])
-            fill(message, own, rank, owner)
+            fill(message, own)
             operations.append(dist.P2POp(dist.isend, message, owner))
         elif rank == owner:
             given = {other: shares(bucket, other, owner) for other in range(dist.get_world_size()) if other != rank}
@@ -293,7 +249,7 @@ class Transfer:
         self.works = dist.batch_isend_irecv(operations) if operations else []
         if rank == owner:
             for share in shares(bucket, rank, owner):
-                data[share.place()] = as_bytes(values_of(share, rank, owner).to(share.piece.dtype))
+                share.write(data, share.values().to(share.piece.dtype).contiguous().view(torch.uint8))
 
     def finish(self) -> None:
         """Wait until this rank's values are sent, or those of all others are in its buffer."""
@@ -301,29 +257,17 @@ class Transfer:
             work.wait()
         for its, message in self.received:
             for share, sent in zip(its, message.split([aligned(share.size) for share in its]), strict=True):
-                self.data[share.place()] = sent[: share.size]
+                share.write(self.data, sent[: share.size])
 
 
-def values_of(share: Share, rank: int, owner: int) -> Tensor:
-    """The values of a share that this rank holds, flat, in the dtype of the tensor."""
-    tensor = share.piece.tensor
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    start, _ = held_values(tensor, rank, owner)
-    return local.detach().reshape(-1)[share.first - start : share.end - start]
-
-
-def fill(message: Tensor, own: list[Share], rank: int, owner: int) -> None:
+def fill(message: Tensor, own: list[Share]) -> None:
     """Write this rank's values of a bucket into their message."""
     for share, place in zip(own, message.split([aligned(share.size) for share in own]), strict=True):
-        place[: share.size].view(share.piece.dtype).copy_(values_of(share, rank, owner))
+        place[: share.size].view(share.piece.dtype).copy_(share.values())
 
 
 def aligned(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def as_bytes(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8)
 
 
 # --- files of parts ---------------------------------------------------------------------------------------------------

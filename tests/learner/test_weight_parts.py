@@ -1,17 +1,19 @@
 """Weights in parts: what the ranks gather is what rank 0 would, also of mixtures whose files have each expert apart."""
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
+from april.learner.lora import held_weights
 from april.learner.model import empty_policy
 from april.learner.weight_parts import DivisibleWeights, divide
 from april.weights.channel import TensorHead
 from tests.learner.test_families import FAMILIES, family
 from tests.support.learner.comparison import equal
 from tests.support.learner.run_ranks import run_ranks
-from tests.support.learner.small_learner import job, make_config
+from tests.support.learner.small_learner import job, make_config, make_policy
 
 RANKS = 3
 """The last one holds none of four experts."""
@@ -19,14 +21,34 @@ MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "jam
 """Families whose files have experts, or other parts of a tensor of the model, apart."""
 
 
+ADAPTED = {f"{base}, rank {rank}": {"rank": rank, "base": base} for base, rank in (("fp32", 1), ("nf4", 3))}
+"""Adapters; of a single row of A two ranks have nothing."""
+SMALL_BYTES = 600
+"""Size of a bucket that has part of a tensor, or a few of its rows, or part of a row."""
+
+
 @pytest.fixture(scope="module")
 def gathered(tmp_path_factory):
-    """{family: what the ranks gather}"""
+    """{family or adapter: what the ranks gather}"""
     folder = tmp_path_factory.mktemp("parts")
     for name in MIXTURES:
         family(name).save_pretrained(folder / name)
+    make_policy(folder / "qwen3", intermediate_size=64)
     jobs = [job(make_config(folder / name, folder / f"run_{name}"), [], parts=True) for name in MIXTURES]
-    return dict(zip(MIXTURES, run_ranks(RANKS, jobs, folder / "ranks"), strict=True))
+    for name, lora in ADAPTED.items():
+        config = make_config(folder / "qwen3", folder / f"run {name}", lora=lora)
+        jobs.append(job(config, [], parts=True, random_adapter=True, bucket_bytes=SMALL_BYTES))
+    return dict(zip([*MIXTURES, *ADAPTED], run_ranks(RANKS, jobs, folder / "ranks"), strict=True))
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_ranks_merge_an_adapter_into_the_parts_that_they_gather(gathered, name):
+    """A product of a few rows may differ in its last bit from that of all rows of a rank."""
+    found, expected = gathered[name]["from_parts"], gathered[name]["weights"]
+    assert found.keys() == expected.keys()
+    for each, value in expected.items():
+        torch.testing.assert_close(found[each], value, rtol=1e-6, atol=1e-6)
+    assert all(gathered[name]["names"]), "each rank gathers a part"
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -95,10 +117,10 @@ def test_a_part_that_cannot_be_written_is_said_by_all_ranks_and_leaves_no_model(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_can_be_divided(name, tmp_path):
+def test_every_family_can_be_divided(name, one_rank, tmp_path):
     family(name).save_pretrained(tmp_path)
     lm = empty_policy(tmp_path, 1.0).lm
-    assert DivisibleWeights(lm).tensors() is not None
+    assert DivisibleWeights(lm).tensors(held_weights(lm)) is not None
 
 
 class Doubling(ConversionOps):
@@ -114,8 +136,10 @@ class Doubling(ConversionOps):
 
 
 @pytest.mark.parametrize("operation", [Transpose(), Doubling()])
-def test_a_model_whose_tensors_are_computed_or_turned_for_its_files_is_gathered_by_rank_0(operation, tmp_path):
+def test_a_model_whose_tensors_are_computed_or_turned_for_its_files_is_gathered_by_rank_0(
+    operation, one_rank, tmp_path
+):
     family("qwen3").save_pretrained(tmp_path)
     lm = empty_policy(tmp_path, 1.0).lm
     lm._weight_conversions = [WeightConverter("up_proj.weight", "up_proj.weight", [operation])]
-    assert DivisibleWeights(lm).tensors() is None
+    assert DivisibleWeights(lm).tensors(held_weights(lm)) is None

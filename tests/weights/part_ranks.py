@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from april.config import LearnerSection, WeightsSection
+from april.learner.held_tensors import HeldTensor
 from april.learner.process_group import long_wait_group
 from april.learner.publication import DividedSending
 from april.learner.weight_parts import WeightTensor
@@ -28,6 +29,8 @@ from april.wire.message import Version
 
 ROWS = {"table.weight": 3001, "layers.0.q_proj.weight": 64, "layers.0.k_proj.weight": 7, "layers.0.norm.weight": 2}
 """Number of rows of each tensor, of 2000 values each; the second rank of three has no row of the last."""
+PLACEMENTS = {"table": Shard(0), "q_proj": Shard(1), "k_proj": Shard(0), "norm": Replicate()}
+"""How the ranks hold each tensor, by the layer's name."""
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
@@ -55,7 +58,7 @@ def main(rank: int, ranks: int, store: str, transport: str, publish_s: float, tr
             time.sleep(0.005)
         dist.barrier(waiting)
         sharded = [
-            WeightTensor.whole(name, distribute_tensor(tensor, mesh, [Replicate() if "norm" in name else Shard(0)]))
+            WeightTensor.whole(name, HeldTensor.of(distribute_tensor(tensor, mesh, [PLACEMENTS[name.split(".")[-2]]])))
             for name, tensor in weights(step).items()
         ]
         backend = SimpleNamespace(divisible_weights=lambda tensors=sharded: tensors)

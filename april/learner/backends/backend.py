@@ -118,8 +118,13 @@ class Backend(ABC):
 
     def divisible_weights(self) -> list[WeightTensor] | None:
         """All weights as Hugging Face files have them, of which each rank can gather a part; None if rank 0 has to
-        gather them all."""
+        gather them all. An adapter is merged. Collective."""
         return None
+
+    @property
+    def publishes_adapter(self) -> bool:
+        """Whether `weights_to_publish` gives an adapter."""
+        return False
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
         """Tensors to send to the workers, on rank 0: all weights, or an adapter. Collective."""

@@ -15,8 +15,9 @@ from msgspec.structs import asdict
 from torch.distributed.tensor import DTensor
 
 from april.config import Config
-from april.learner import exports, loop, process_group
+from april.learner import exports, loop, process_group, weight_parts
 from april.learner.batch import decode, share_batch
+from april.learner.model import BUCKET_BYTES
 from april.learner.trainer import Trainer
 from april.learner.weight_parts import gather_part
 from april.util import files
@@ -137,6 +138,9 @@ def compare(job: dict, device: torch.device) -> dict:
 def parts(job: dict, device: torch.device) -> dict:
     """The weights as rank 0 gathers them, and from the parts that the ranks gather, which each rank's names list."""
     trainer = Trainer(Config.model_validate(job["config"]), device)
+    if job.get("random_adapter"):
+        set_adapter(trainer)
+    weight_parts.BUCKET_BYTES = job.get("bucket_bytes", BUCKET_BYTES)
     own = gather_part(Version(0, 0), trainer.backend.divisible_weights()).heads
     names = process_group.all_gather_values([head.name for head in own], list[str])
     return {"weights": trainer.weights(), "from_parts": from_parts(trainer), "names": names}

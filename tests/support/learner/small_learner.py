@@ -314,7 +314,8 @@ def job(config: Config, batches: list[TrainingBatch], **actions) -> dict:
     (arguments of a `Diary` to train from instead; reports of checkpoints and the export come `late_s` later); `compare`
     (configurations, each applied to the first batch under the same weights); `random_adapter` (bool: start from random
     adapter values instead of zero effect); `set_head` (bool: set the critic's head); `disks` (by rank: number of its
-    own disk, see `on_disk`); `parts` (bool: only gather the weights in parts); `export` (a rank, of which the first
+    own disk, see `on_disk`); `parts` (bool: only gather the weights in parts), in
+    buckets of `bucket_bytes`; `export` (a rank, of which the first
     writes fail, and the number of these: only export the model); `without` (files or folders of the run that are
     deleted before); `flip_in` (files in which a bit is flipped before)."""
     return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}

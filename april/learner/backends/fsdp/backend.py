@@ -96,7 +96,11 @@ class FSDPBackend(Backend):
         return lora.merged_weights(self.lm)
 
     def divisible_weights(self) -> list[weight_parts.WeightTensor] | None:
-        return None if self.config.lora.is_set else self.divisible.tensors()
+        return self.divisible.tensors(lora.held_weights(self.lm))
+
+    @property
+    def publishes_adapter(self) -> bool:
+        return self.files is not None
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
         """All weights in `dtype`, or the adapter in fp32, from which workers make weights in `dtype`. Collective."""

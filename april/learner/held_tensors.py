@@ -1,0 +1,142 @@
+"""How the ranks hold a tensor of the model, and which of its values each of them gives to another one.
+
+held = HeldTensor.of(parameter)
+span = held.span(first, end, rank, owner)       # what `rank` gives `owner` of the values from `first` to `end`
+values = held.values(span.first, span.end)      # on `rank`
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from april.learner.model import sharded_dim
+from april.weights.snapshot import DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """The copies of a tensor, each divided among some ranks."""
+
+    ranks: Sequence[Sequence[int]]
+    """The ranks of each copy, in the order of their parts."""
+
+
+@cache
+def whole_on_each(ranks: int) -> Copies:
+    """The copies of a tensor that each of the ranks holds whole."""
+    return Copies([[rank] for rank in range(ranks)])
+
+
+@cache
+def copies_on(mesh: DeviceMesh, is_divided: bool) -> Copies:
+    """The copies of a tensor on a mesh: with `is_divided` each lies along the last dimension of the mesh, otherwise
+    each rank has one."""
+    return Copies(mesh.mesh.reshape(-1, mesh.shape[-1] if is_divided else 1).tolist())
+
+
+@cache
+def places(copies: Copies, owner: int) -> dict[int, int]:
+    """Rank -> the place of its part, for the ranks of the copy from which `owner` has its values: the one in which it
+    has a part, or another if it has none."""
+    own = (copy for copy in copies.ranks if owner in copy)
+    copy = next(own, copies.ranks[owner % len(copies.ranks)])
+    return {rank: place for place, rank in enumerate(copy)}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive ones of the values that a rank holds, and their place among those of whole rows, or of part of a row,
+    that another rank wants."""
+
+    first: int
+    """Index of the first value among all that the rank holds."""
+    end: int
+    rows: int
+    columns: slice
+    """Their place in each row."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A tensor as the ranks hold it: each copy divided along a dimension among R ranks, of which the r-th holds the
+    r-th `ceil(n / R)` of n. Values are in the order of the flattened tensor."""
+
+    shape: torch.Size
+    copies: Copies
+    values: Callable[[int, int], Tensor]
+    """Function (first, end) -> the values, flat, at these places among all that this rank holds."""
+    device: torch.device
+    dim: int = 0
+    dtype: torch.dtype | None = None
+    """Dtype in which the tensor is sent; None: that of the version."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self | None:
+        """A parameter or buffer; one that is not sharded is sent in its own dtype. None if the tensor is of a dtype
+        that no part has, or sharded over anything but the last dimension of its mesh."""
+        if not isinstance(tensor, DTensor):
+            copies, is_known = whole_on_each(dist.get_world_size()), tensor.dtype in DTYPES.values()
+            return cls(tensor.shape, copies, of_local(tensor), tensor.device, 0, tensor.dtype) if is_known else None
+        return cls.sharded(tensor, tensor.shape, of_local(tensor.to_local()))
+
+    @classmethod
+    def sharded(cls, like: DTensor, shape: torch.Size, values: Callable[[int, int], Tensor]) -> Self | None:
+        """A tensor of `shape` that is sharded as `like`. None if that is over anything but the last dimension of its
+        mesh."""
+        *others, _ = like.placements
+        dim = sharded_dim(like)
+        if not all(placement.is_replicate() for placement in others):
+            return None
+        copies = copies_on(like.device_mesh, dim is not None)
+        return cls(shape, copies, values, like.to_local().device, dim or 0)
+
+    @property
+    def row(self) -> int:
+        """Number of values of a row: all of a tensor that is divided along its first dimension."""
+        return math.prod(self.shape[self.dim :])
+
+    def part(self, parts: int) -> tuple[int, int]:
+        """Most values of each row that one of so many ranks holds, and the number of values of a row."""
+        return -(-self.shape[self.dim] // parts) * math.prod(self.shape[self.dim + 1 :]) if self.shape else 1, self.row
+
+    def span(self, first: int, end: int, rank: int, owner: int) -> Span | None:
+        """What `rank` gives `owner` of the values from `first` to `end` (exclusive), which are part of a row or whole
+        rows. None if that is nothing."""
+        ranks = places(self.copies, owner)
+        if rank not in ranks:
+            return None
+        each, row = self.part(len(ranks))
+        low, high = (min(place * each, row) for place in (ranks[rank], ranks[rank] + 1))
+        number, begin = divmod(first, row)
+        rows = max(1, (end - first) // row)
+        left, right = (low, high) if rows > 1 else (max(low, begin), min(high, begin + end - first))
+        if left >= right:
+            return None
+        held = number * (high - low) + left - low
+        return Span(held, held + rows * (right - left), rows, slice(left - begin, right - begin))
+
+    def holders(self, first: int, end: int) -> Collection[int]:
+        """The ranks that each hold all values from `first` to `end` (exclusive); none if there are no values."""
+        if first == end:
+            return ()
+        each, row = self.part(len(self.copies.ranks[0]))
+        begin, last = first % row, first % row + end - first - 1
+        place, last_place = (begin // each, last // each) if last < row else (0, (row - 1) // each)
+        return [copy[place] for copy in self.copies.ranks] if place == last_place else ()
+
+
+def of_local(local: Tensor) -> Callable[[int, int], Tensor]:
+    """The values of a tensor on this rank as `HeldTensor` has them."""
+    return partial(flat_values, local.detach())
+
+
+def flat_values(local: Tensor, first: int, end: int) -> Tensor:
+    return local.reshape(-1)[first:end]
