@@ -77,9 +77,9 @@ class DivisibleWeights:
         named = dict(chain(held, of_buffers))
         known = {name: tensor for name, tensor in named.items() if tensor}
         found = self.in_files(tuple(known)) if len(known) == len(named) else None
-        return found and [
-            WeightTensor(name, known[each.source], each.first, each.shape) for name, each in found.items()
-        ]
+        if found is None:
+            return None
+        return [WeightTensor(name, known[each.source], each.first, each.shape) for name, each in found.items()]
 
     def find_in_files(self, names: tuple[str, ...]) -> dict[str, FileTensor] | None:
         """Where in the model's tensors of these names those of files lie: the same for all versions, and for thousands
