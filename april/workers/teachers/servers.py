@@ -78,7 +78,7 @@ class ServerTeacher:
 
 class SglangTeacher(ServerTeacher):
     """SGLang's `/generate` with `logprob_start_len` and `top_logprobs_num`. It scores the largest id of its vocabulary
-    as such, and calls it 0."""
+    as such, and gives it the id 0 and the text of id 0."""
 
     def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
         answer = self.ask(
@@ -89,8 +89,10 @@ class SglangTeacher(ServerTeacher):
         told = answer["meta_info"]
         tokens = [ScoredToken(*entry) for entry in told["input_token_logprobs"]]
         last = self.rules.vocabulary - 1
-        pairs = zip(ids, tokens, strict=False)
-        tokens = [token._replace(id=last) if (asked, token.id) == (last, 0) else token for asked, token in pairs]
+        tokens = [
+            token._replace(id=last, text=None) if (asked, token.id) == (last, 0) else token
+            for asked, token in zip(ids, tokens, strict=False)
+        ]
         if not self.rules.top_k:
             return tokens
         return with_tops(tokens, [[(each[1], each[0]) for each in entry or ()] for entry in told["input_top_logprobs"]])
