@@ -24,8 +24,9 @@ from canary_bf16 import passes
 from common import Row, parser, report, start_sglang
 
 from april.config import Config
+from april.launch.sft.warm_start import make_policy
 from april.learner.batch import TrainingBatch, TrainSample
-from april.learner.policy.warm_start import VOCABULARY, make_policy
+from april.learner.policy.arithmetic import VOCABULARY
 from april.learner.trainer import Trainer
 from april.weights.canary import Canary
 from april.weights.receiver import StagedWeights

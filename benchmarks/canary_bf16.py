@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from april.config import Config
+from april.launch.sft.warm_start import make_policy
 from april.learner.batch import TrainingBatch, TrainSample
-from april.learner.policy.warm_start import make_policy
 from april.learner.trainer import Trainer
 from april.weights.canary import SUSPECT, Canary
 from april.weights.receiver import StagedWeights

@@ -92,10 +92,10 @@ def ratios(ours: Iterable[float], theirs: Iterable[float]) -> list[float]:
 
 def quickstart_policy(folder: Path, quick: bool) -> Path:
     """The quickstart's warm-started policy, from the cache; a quick one has hardly been trained."""
-    from april.learner.policy.warm_start import Recipe, make_policy
+    from april.launch.sft.warm_start import Recipe, make_policy
 
     if quick:
-        return make_policy(folder / "policy", recipe=Recipe(easy_steps=2, clean_steps=2, noisy_steps=2))
+        return make_policy(folder / "policy", recipe=Recipe(easy=16, clean=16, noisy=16))
     return make_policy(ROOT / "cache/policy", log=lambda line: print(line, file=sys.stderr)).absolute()
 
 

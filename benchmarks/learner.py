@@ -34,12 +34,13 @@ from transformers.utils import logging
 from april.config import Config, WeightsSection
 from april.launch.memory import LOGIT_BYTES
 from april.launch.plan import needs_of
+from april.launch.sft.warm_start import Recipe
 from april.learner import performance
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.head import LOGITS_PER_CHUNK, score_tokens
 from april.learner.model import Policy, load
 from april.learner.packing import input_tokens, pack, plan
-from april.learner.policy.warm_start import Recipe, build_model, build_tokenizer, save_policy
+from april.learner.policy.arithmetic import build_model, build_tokenizer, save_policy
 from april.learner.samples import SampleWriter
 from april.learner.trainer import Trainer
 from april.weights.base import AdapterWeights

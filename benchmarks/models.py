@@ -30,7 +30,7 @@ from april.learner.backends import BACKENDS
 from april.learner.loading import ModelError
 from april.learner.model import load
 from april.learner.policy import logprobs_by_transformers, logprobs_of, small_model
-from april.learner.policy.warm_start import EOS, PAD, VOCABULARY, build_tokenizer
+from april.learner.policy.arithmetic import EOS, PAD, VOCABULARY, build_tokenizer
 from april.observe.report.run_folder import read_records
 
 PAGE = ROOT / "docs" / "reference" / "models.md"

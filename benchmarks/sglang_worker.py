@@ -27,7 +27,7 @@ from common import APRIL, ROOT, Row, in_turns, parser, process, ratios, report, 
 from april import wire
 from april.config import WeightsSection
 from april.data.tokenizer import Tokenizer
-from april.learner.policy.warm_start import make_policy
+from april.launch.sft.warm_start import make_policy
 from april.learner.source import BrokerSource
 from april.observe.operate import RunAddress
 from april.simulate.probe import load_folder_weights

@@ -62,7 +62,7 @@ max_steps = 1
 MAKE_POLICY = """
 import sys
 from pathlib import Path
-from april.learner.policy.warm_start import build_model, save_policy
+from april.learner.policy.arithmetic import build_model, save_policy
 save_policy(build_model(hidden_size=64, layers=1, seed=0), Path(sys.argv[1]))
 """
 

@@ -13,7 +13,7 @@ import pytest
 from april import __version__
 
 ROOT = Path(__file__).parent.parent
-QUICKSTART = "april/cli/quickstart.toml"
+CONFIGURATIONS = ("quickstart.toml", "quickstart-sft.toml")
 SOURCES = ("april", "configs", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 """all that is built from"""
 FEW = {"schedule.max_steps": 2, "evaluation.prompts": 16, "learner.ranks": 1, "worker.count": 1, "run.name": "few"}
@@ -48,8 +48,11 @@ def test_the_wheel_has_every_module_and_data_file(wheel):
     shipped = [path for path in (ROOT / "april").rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-        assert held == {str(path.relative_to(ROOT)) for path in shipped} | {QUICKSTART}
-        assert archive.read(QUICKSTART) == (ROOT / "configs/quickstart.toml").read_bytes()
+        assert held == {str(path.relative_to(ROOT)) for path in shipped} | {
+            f"april/configs/{name}" for name in CONFIGURATIONS
+        }
+        for name in CONFIGURATIONS:
+            assert archive.read(f"april/configs/{name}") == (ROOT / "configs" / name).read_bytes()
         (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         assert f"\nVersion: {__version__}\n" in archive.read(metadata).decode()
 

@@ -81,10 +81,12 @@ def run(
 @command(*RUN_OPTIONS, overrides=True)
 def quickstart(dry_run: bool, overrides: list[str], **options: Any) -> int:
     """Make a tiny policy and prompts in ./cache, and train it."""
+    from april.config.loading import shipped
+
     if not dry_run:
         make_inputs()
     inputs = [word for key, path in INPUTS.items() for word in (f"--{key}", str(path.absolute()))]
-    return run([QUICKSTART], dry_run, without_learner=False, overrides=[*inputs, *overrides], **options)
+    return run([shipped("quickstart.toml")], dry_run, without_learner=False, overrides=[*inputs, *overrides], **options)
 
 
 def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: bool, without_learner: bool) -> int:
@@ -217,9 +219,6 @@ def report_end(run_dir: Path, state: str, why: str) -> None:
 
 # --- inputs of the quickstart -----------------------------------------------------------------------------------------
 
-BUILT_IN = Path(__file__).with_name("quickstart.toml")
-QUICKSTART = BUILT_IN if BUILT_IN.exists() else Path(__file__).parents[2] / "configs/quickstart.toml"
-"""Configuration file of the quickstart, in the installed wheel or in the checkout."""
 POLICY, DATA = Path("cache/policy"), Path("cache/data")
 """Folders of the quickstart's policy and prompts, relative to the current folder."""
 INPUTS = {"model.path": POLICY, "data.path": DATA / "train.jsonl", "data.eval_path": DATA / "heldout.jsonl"}
@@ -232,7 +231,7 @@ def make_inputs() -> None:
     if find_spec("torch") is None:
         raise ConfigError("the quickstart needs torch, which is not installed; run `pip install 'april-rl[all]'`")
     from april.data.arithmetic import make_data
-    from april.learner.policy.warm_start import make_policy
+    from april.launch.sft.warm_start import make_policy
 
     make_policy(POLICY)
     make_data(DATA)

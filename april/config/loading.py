@@ -347,6 +347,13 @@ def read_file(path: Path) -> dict[str, Any]:
     return tree
 
 
+def shipped(name: str) -> Path:
+    """Path of one of April's own configuration files: in an installed wheel, or in the checkout's `configs`."""
+    package = Path(__file__).parents[1]
+    built_in = package / "configs" / name
+    return built_in if built_in.exists() else package.parent / "configs" / name
+
+
 def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
     """Merge `other` into `tree` key by key; values of `other` win."""
     for key, value in other.items():

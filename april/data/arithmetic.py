@@ -10,6 +10,7 @@ A hash of its text assigns each prompt to a split, so no held-out prompt ever ap
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -60,6 +61,11 @@ class Noise:
 
 
 CLEAN = Noise()
+HABITS = Noise(p_short=0.36, p_err=0.015, p_stop=0.012, p_skip=0.009)
+"""Error probabilities of the noisy demonstrations, which make the reward from which RL starts: about 0.5 at temperature
+1."""
+EASY_TIMES = (2, 3, 4)
+"""Multipliers K of the easy demonstrations."""
 
 
 def draw_times(random: Random) -> int:
@@ -107,6 +113,17 @@ def demonstration(task: ArithmeticTask, noise: Noise = CLEAN, random: Random | N
             value = (value + random.choice((-10, -1, 1, 10))) % 100
         steps.append(expression(times, digit, value))
     return "".join(steps) + "#" + units_first(value)
+
+
+def demonstrations(easy: int, clean: int, noisy: int, seed: int) -> Iterator[dict[str, str]]:
+    """Rows of supervised training, in the order in which they teach: `easy` error-free ones of small multipliers,
+    `clean` error-free ones of every multiplier, `noisy` ones with errors. All are of the training split."""
+    random = Random(seed)
+    for count, noise, allowed_times in ((easy, CLEAN, EASY_TIMES), (clean, CLEAN, None), (noisy, HABITS, None)):
+        for _ in range(count):
+            times = random.choice(allowed_times) if allowed_times else draw_times(random)
+            task = draw_task(random, "train", times)
+            yield {"prompt": task.prompt, "completion": demonstration(task, noise, random)}
 
 
 def wrong_guess(task: ArithmeticTask, random: Random) -> str:

@@ -26,7 +26,7 @@ from common import APRIL, write_lines
 import april
 from april import wire
 from april.data.arithmetic import ALPHABET
-from april.learner.policy.warm_start import build_tokenizer
+from april.learner.policy.arithmetic import build_tokenizer
 from april.wire.message import Version
 from april.wire.security.keygen import make_folder
 from april.wire.security.keys import load_keys

@@ -30,7 +30,7 @@ from common import APRIL, ROOT, read_lines, write_lines  # isort: skip
 from forced_engine import GATE, GAUGE, WAITS  # isort: skip
 
 import torch  # isort: skip
-from april.learner.policy.warm_start import build_tokenizer  # isort: skip
+from april.learner.policy.arithmetic import build_tokenizer  # isort: skip
 from april.observe.report.run_folder import read_records  # isort: skip
 from april.config.costs import EngineCost  # isort: skip
 from april.simulate.calibrate import COSTS, Fit, fit, measure  # isort: skip

@@ -20,7 +20,7 @@ from vllm_engine import GATE  # isort: skip
 
 import torch  # isort: skip
 from april.data.tokenizer import Tokenizer  # isort: skip
-from april.learner.policy.warm_start import build_tokenizer  # isort: skip
+from april.learner.policy.arithmetic import build_tokenizer  # isort: skip
 from april.simulate.probe import load_folder_weights  # isort: skip
 from april.workers.engines.sglang.client import SGLangClient  # isort: skip
 from april.workers.engines.sglang.server import ServerFailed, SGLangServer, free_port  # isort: skip

@@ -100,7 +100,7 @@ def refused_leases(peers):
 
 def make_run(folder):
     """Write an untrained policy, prompts and the configuration file of a small run; returns the configuration file."""
-    from april.learner.policy.warm_start import build_model, save_policy
+    from april.learner.policy.arithmetic import build_model, save_policy
     from tests.support.small_run import write_config
 
     save_policy(build_model(hidden_size=64, layers=1, seed=0), folder / "policy")

@@ -10,7 +10,7 @@ import pytest
 from april.config import ConfigError
 from april.data.rows import BadRow
 from april.data.tokenizer import Tokenizer, recommended_sampling
-from april.learner.policy.warm_start import build_tokenizer
+from april.learner.policy.arithmetic import build_tokenizer
 
 
 @pytest.fixture

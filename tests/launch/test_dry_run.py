@@ -20,7 +20,7 @@ from april.config import ConfigError
 from april.launch.dry_run import describe
 from april.launch.memory import read_shape
 from april.launch.preflight import examine
-from april.learner.policy.warm_start import build_tokenizer
+from april.learner.policy.arithmetic import build_tokenizer
 from tests.support.dataset_records import RECORDS
 from tests.support.marks import full
 from tests.support.small_run import write_config

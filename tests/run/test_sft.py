@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from april.data.arithmetic import CLEAN, demonstration, draw_task
-from april.learner.policy.warm_start import build_model, save_policy
+from april.learner.policy.arithmetic import build_model, save_policy
 from tests.support.run_processes import APRIL, Job, steps_recorded, summary, wait_until
 
 

@@ -5,7 +5,7 @@ import json
 
 from PIL import Image
 
-from april.learner.policy.warm_start import build_tokenizer
+from april.learner.policy.arithmetic import build_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"

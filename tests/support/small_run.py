@@ -5,7 +5,7 @@ import random
 import orjson
 import torch
 
-from april.learner.policy.warm_start import EOS, VOCABULARY, build_model, save_policy
+from april.learner.policy.arithmetic import EOS, VOCABULARY, build_model, save_policy
 
 GUESSING_STEPS = 60
 FILLER, ANSWERS = ",", "01"

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from april import config as configuration
 from april import wire
 from april.data.tokenizer import Tokenizer
-from april.learner.policy.warm_start import build_tokenizer
+from april.learner.policy.arithmetic import build_tokenizer
 from april.workers.rewards.messages import Score
 from april.workers.scoring import LeasedTask, Scoring, closing, token_values
 from tests.support.reward_scores import collect

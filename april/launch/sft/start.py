@@ -129,9 +129,9 @@ class SftRun:
     state = SftRun(config, devices, print).run()      # "finished" or "stopped"; raises RunFailed
     """
 
-    def __init__(self, config: Config, devices: Sequence[str], say: Callable[[str], None]):
-        """`devices`: accelerators of the learner; `say` shows a line."""
-        self.config, self.say, self.run_dir = config, say, config.run_dir
+    def __init__(self, config: Config, devices: Sequence[str], say: Callable[[str], None], every: int = 1):
+        """`devices`: accelerators of the learner; `say` shows a line, that of a step for each `every`-th alone."""
+        self.config, self.say, self.every, self.run_dir = config, say, every, config.run_dir
         self.metrics = self.run_dir / "metrics.jsonl"
         section, log = config.learner, self.run_dir / "logs/learner.log"
         ranks = ["--nproc-per-node", str(section.ranks), "--max-restarts", str(section.max_restarts)]
@@ -185,7 +185,8 @@ class SftRun:
                 if not line.endswith(b"\n"):
                     return
                 self._shown += len(line)
-                if record := parse_line(line):
+                record = parse_line(line)
+                if record and not (is_step(record) and record["step"] % self.every):
                     self.say(describe_line(record))
 
 

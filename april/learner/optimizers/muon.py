@@ -1,10 +1,10 @@
 """Muon for the matrices inside the layers, AdamW for everything else."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from april.config import LearnerSection
 from april.learner.optimizers.adamw import MOMENTS, fused_adamw
@@ -13,6 +13,9 @@ from april.util.errors import refuse
 
 MOMENTUM = ("momentum_buffer",)
 """Name of the decayed sum of a matrix's gradients."""
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic Newton-Schulz iteration, chosen for the steepest slope at zero (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon)."""
 
 
 class ShardedMuon(PartOptimizer):
@@ -36,8 +39,10 @@ class ShardedMuon(PartOptimizer):
         self.optimizers: list[torch.optim.Optimizer] = []
         """Torch's optimizers, which have all parameters among them."""
         if inner:
-            decay = section.weight_decay
-            self.optimizers.append(torch.optim.Muon(inner, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+            kind = MuonInFloat32 if inner[0].device.type == "cpu" else torch.optim.Muon
+            self.optimizers.append(
+                kind(inner, lr=lr, weight_decay=section.weight_decay, adjust_lr_fn="match_rms_adamw")
+            )
         if outer:
             self.optimizers.append(fused_adamw(outer, lr, section))
 
@@ -67,3 +72,48 @@ class ShardedMuon(PartOptimizer):
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
                 yield from state.values()
+
+
+class MuonInFloat32(torch.optim.Muon):
+    """Torch's Muon with its matrix products in float32 instead of bfloat16, which takes a processor many times as
+    long."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            momentum, adjust, decay = group["momentum"], LR_ADJUSTMENTS[group["adjust_lr_fn"]], group["weight_decay"]
+            for matrix in (parameter for parameter in group["params"] if parameter.grad is not None):
+                state = self.state[matrix]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(matrix)
+                average = state["momentum_buffer"]
+                average.lerp_(matrix.grad, 1 - momentum)
+                update = orthogonalised_over_ranks(matrix.grad.lerp(average, momentum), group["ns_steps"])
+                matrix.mul_(1 - group["lr"] * decay)
+                matrix.add_(update, alpha=-group["lr"] * adjust(*matrix.shape))
+
+
+LR_ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {
+    None: lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+    "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+}
+"""Factors of the learning rate for a matrix of so many rows and columns, by the name in torch.optim.Muon."""
+
+
+def orthogonalised_over_ranks(matrix: Tensor, iterations: int) -> Tensor:
+    """`orthogonalised` of a matrix that ranks may have divided: each gathers it, and keeps its part of the result."""
+    if not isinstance(matrix, DTensor):
+        return orthogonalised(matrix, iterations)
+    whole = orthogonalised(matrix.full_tensor(), iterations)
+    return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None)
+
+
+def orthogonalised(matrix: Tensor, iterations: int) -> Tensor:
+    """Approximately U V^T of the singular value decomposition U S V^T: all singular values become about 1."""
+    a, b, c = NEWTON_SCHULZ
+    wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(iterations):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide if matrix.size(0) <= matrix.size(1) else wide.T

@@ -4,23 +4,26 @@ start on demonstrations, some of which guess instead of counting. RL removes the
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from april.data.arithmetic import Noise
 from april.data.pixels import PixelReader, png_of
 from april.data.shapes import LARGEST_COUNT, SIDE, CountingTask, draw_tasks
-from april.learner.policy.warm_start import EOS, PAD, Muon, Recipe, lr_share, make_once
+from april.learner.optimizers.muon import MuonInFloat32
+from april.learner.policy.arithmetic import EOS, PAD
+from april.learner.policy.made_once import make_once
 
 START, IMAGE, VIDEO, END = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
 VOCABULARY = {token: i for i, token in enumerate((PAD, EOS, START, IMAGE, VIDEO, END, *"0123456789#?RGB"))}
@@ -35,19 +38,44 @@ PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 1,
     "size": {"shortest_edge": 64, "longest_edge": 4096}, "image_mean": MEAN, "image_std": MEAN,
 }  # fmt: skip
-RECIPE = Recipe(
-    hidden_size=96,
-    layers=3,
-    easy_steps=0,
-    clean_steps=200,
-    noisy_steps=80,
-    noise=Noise(p_short=0.5),
-    average_decay=0.95,
-    batch_tokens=1536,
-)
-"""Demonstrations that guess make the reward from which RL starts: about 0.5 at temperature 1."""
 Batch = tuple[Tensor, Tensor, Tensor]
 """Token ids and targets, int64 [B, T] each, `PAD` where there is none, and rows of pixels of B pictures."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyper-parameters of the warm start; recipe and seed determine the policy."""
+
+    hidden_size: int = 96
+    layers: int = 3
+    clean_steps: int = 200
+    """Optimizer steps on error-free demonstrations."""
+    noisy_steps: int = 80
+    """Optimizer steps on demonstrations of which some guess (`p_guess`)."""
+    p_guess: float = 0.5
+    """Share of the noisy demonstrations that guess, which makes the reward from which RL starts: about 0.5 at
+    temperature 1."""
+    muon_lr: float = 0.02
+    """Peak learning rate of the matrices inside the layers (Muon)."""
+    adamw_lr: float = 3e-3
+    """Peak learning rate of embeddings and norms (AdamW)."""
+    warmup_steps: int = 30
+    """Optimizer steps of linear learning-rate warm-up."""
+    final_lr_share: float = 0.1
+    """Final learning rate as a share of the peak, reached linearly at the last step."""
+    average_decay: float = 0.95
+    """Decay of the moving average of the weights over the noisy steps; the average is the policy."""
+    batch_tokens: int = 1536
+    """Tokens of a batch."""
+    revision: int = 3
+    """Revision of the warm start's code, increased whenever the same recipe gives another policy."""
+
+    @property
+    def steps(self) -> int:
+        return self.clean_steps + self.noisy_steps
+
+
+RECIPE = Recipe()
 
 
 def make_counting_policy(
@@ -57,12 +85,15 @@ def make_counting_policy(
     appears only once it is complete. Raises ConfigError if `out_dir` holds something else."""
     out_dir, made_from = Path(out_dir), {"recipe": asdict(recipe), "seed": seed}
 
-    def train() -> Qwen3VLForConditionalGeneration:
+    def make(folder: Path) -> int:
         model = build_model(recipe, seed)
-        warm_start(model, recipe, seed, log)
-        return model
+        with one_thread():
+            warm_start(model, recipe, seed, log)
+        transformers.utils.logging.disable_progress_bar()
+        save_policy(model, folder)
+        return model.num_parameters()
 
-    return make_once(out_dir, made_from, train, save_policy, log)
+    return make_once(out_dir, made_from, make, log)
 
 
 def save_policy(model: Qwen3VLForConditionalGeneration, out_dir: Path) -> None:
@@ -116,7 +147,8 @@ def warm_start(model: Qwen3VLForConditionalGeneration, recipe: Recipe, seed: int
     inner = [each for each in model.model.parameters() if each.ndim == 2 and min(each.shape) >= 32]
     inner_ids = {id(each) for each in inner}
     outer = [each for each in model.parameters() if id(each) not in inner_ids]
-    optimizers = [Muon(inner, lr=recipe.muon_lr), torch.optim.AdamW(outer, lr=recipe.adamw_lr, weight_decay=0.0)]
+    matrices = MuonInFloat32(inner, lr=recipe.muon_lr, weight_decay=0.0)
+    optimizers = [matrices, torch.optim.AdamW(outer, lr=recipe.adamw_lr, weight_decay=0.0)]
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(recipe, step)) for optimizer in optimizers
     ]
@@ -135,6 +167,23 @@ def warm_start(model: Qwen3VLForConditionalGeneration, recipe: Recipe, seed: int
     model.load_state_dict(average.module.state_dict())
 
 
+def lr_share(recipe: Recipe, step: int) -> float:
+    """Learning rate of a step as a share of the peak: linear warm-up, then linear decay."""
+    decayed = 1.0 - (1.0 - recipe.final_lr_share) * step / recipe.steps
+    return min((step + 1) / recipe.warmup_steps, decayed)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context manager under which torch uses one CPU thread, for reproducible floating-point sums."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def token_loss(model: Qwen3VLForConditionalGeneration, tokens: Tensor, targets: Tensor, pixels: Tensor) -> Tensor:
     """Mean cross-entropy of the targets (nats)."""
     grids = torch.tensor([[1, SIDE * MERGE, SIDE * MERGE]] * len(tokens))
@@ -146,11 +195,11 @@ def token_loss(model: Qwen3VLForConditionalGeneration, tokens: Tensor, targets: 
 
 
 def batches(recipe: Recipe, seed: int, size: int) -> Iterator[Batch]:
-    """Endless batches; after `recipe.clean_steps` some demonstrations guess, as `recipe.noise` says."""
+    """Endless batches; after `recipe.clean_steps` some demonstrations guess, as `recipe.p_guess` says."""
     random, step = Random(seed), 0
     tasks = draw_tasks("train", random)
     while True:
-        chance = recipe.noise.p_short if step >= recipe.clean_steps else 0.0
+        chance = recipe.p_guess if step >= recipe.clean_steps else 0.0
         yield batch_of([(task, guess_of(task, random, chance)) for task in islice(tasks, size)])
         step += 1
 

@@ -20,7 +20,7 @@ from april.launch.sft.record import SftRecord
 from april.launch.sft.source import STOP_FILE, ConversationBook, ConversationSource
 from april.launch.sft.start import describe_line, inspect_book
 from april.learner import loop
-from april.learner.policy.warm_start import build_model
+from april.learner.policy.arithmetic import build_model
 from april.learner.trainer import Trainer
 from april.util.versions import RUN_FOLDER
 from tests.support.chat_tokenizer import VOCABULARY, save_chat_tokenizer

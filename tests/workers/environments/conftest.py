@@ -2,7 +2,7 @@
 
 import pytest
 
-from april.learner.policy.warm_start import build_model, save_policy
+from april.learner.policy.arithmetic import build_model, save_policy
 from tests.support.small_run import write_config
 from tests.support.worker_and_broker import BrokerAndWorker
 

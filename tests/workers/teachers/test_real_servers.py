@@ -6,8 +6,8 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
+from april.data.arithmetic import ALPHABET
 from april.data.tokenizer import Tokenizer
-from april.learner.policy.warm_start import ALPHABET
 from april.workers.engines.sglang.server import ServerSettings
 from april.workers.scoring import LeasedTask, Scoring
 from april.workers.teachers.check import check_teacher

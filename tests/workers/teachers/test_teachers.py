@@ -12,7 +12,7 @@ from april import config as configuration
 from april.config import Config, ConfigError
 from april.data.tokenizer import Tokenizer
 from april.launch.memory import read_shape, teacher_bytes
-from april.learner.policy.warm_start import build_tokenizer
+from april.learner.policy.arithmetic import build_tokenizer
 from april.workers.rewards.messages import Score
 from april.workers.rewards.remote import RemoteError
 from april.workers.scoring import LeasedTask, Scoring, closing, token_values
