@@ -29,7 +29,9 @@ def lines():
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory, lines):
-    return make_policy(tmp_path_factory.mktemp("policies") / "seed0", 0, SMALL, log=lines.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SHOW_EVERY", 1)
+        return make_policy(tmp_path_factory.mktemp("policies") / "seed0", 0, SMALL, log=lines.append)
 
 
 def test_the_folder_is_complete_and_loads_as_any_hugging_face_model(policy, lines):
@@ -43,7 +45,8 @@ def test_the_folder_is_complete_and_loads_as_any_hugging_face_model(policy, line
     assert record["seed"] == 0 and record["recipe"]["clean"] == 16 and record["seconds"] > 0
     assert record["config"]["learner"]["optimizer"] == "muon" and record["parameters"] == model.num_parameters()
     assert [path.name for path in policy.parent.iterdir()] == ["seed0"]
-    assert any("loss" in line for line in lines)
+    rows = SMALL.easy + SMALL.clean + SMALL.noisy
+    assert sum(": loss" in line for line in lines) == rows / record["config"]["sft"]["batch_size"], "each row once"
 
 
 def test_a_policy_that_is_there_is_returned_at_once(policy, monkeypatch):
