@@ -2,7 +2,7 @@
 
 import time
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 
 
 def collect(pool, count, pending=0):

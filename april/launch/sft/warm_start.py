@@ -36,9 +36,9 @@ class Recipe:
     layers: int = 3
     easy: int = 1200
     """Demonstrations of easy tasks, whose multiplier K (`ArithmeticTask.times`) is 2, 3 or 4."""
-    clean: int = 8000
+    clean: int = 5000
     """Error-free demonstrations of tasks of every multiplier K."""
-    noisy: int = 2800
+    noisy: int = 1800
     """Demonstrations with errors of tasks of every multiplier K."""
     revision: int = 3
     """Revision of the warm start's code, increased whenever the same recipe gives another policy."""
