@@ -61,7 +61,7 @@ class Noise:
 
 
 CLEAN = Noise()
-HABITS = Noise(p_short=0.34, p_err=0.015, p_stop=0.012, p_skip=0.009)
+HABITS = Noise(p_short=0.32, p_err=0.015, p_stop=0.012, p_skip=0.009)
 """Error probabilities of the noisy demonstrations, which make the reward from which RL starts: about 0.5 at temperature
 1."""
 EASY_TIMES = (2, 3, 4)
