@@ -108,7 +108,8 @@ class WeightsSection(Section):
     transport: str = Field(
         "collective",
         description="How new weights reach the workers: collective (broadcast over process groups), shared_memory "
-        "(copied through memory; learner and workers are on one machine), pull (workers read snapshots in "
+        "(copied through memory; learner and workers are on one machine), cuda_ipc (copied within the accelerator that "
+        "learner and worker share), pull (workers read snapshots in "
         "weights.folder), external (your framework loads them into the servers), or yours as package.module:Class.",
     )
     host: str = Field(

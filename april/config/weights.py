@@ -103,6 +103,7 @@ def check_external_weights(config: Config) -> None:
 def check_transport(config: Config, engine: Any) -> None:
     """Refuse a transport that cannot take in the servers of the engine's entry `engine`."""
     transports = registry_of("weights.transport")
+    check_on_device(config, engine)
     if config.weights.channel_size > 1 and not transports.find(config.weights.transport).forwards:
         refuse(
             "weights.channel_size",
@@ -117,3 +118,28 @@ def check_transport(config: Config, engine: Any) -> None:
             f"takes no servers into its channels, which engine.weights = {config.engine.weights!r} wants",
             f"use {transports.names_where(lambda transport: transport.takes_servers)}, or another engine.weights",
         )
+
+
+def check_on_device(config: Config, engine: Any) -> None:
+    """Refuse weights that stay on an accelerator (`weights.transport`) unless one rank of the learner and one engine,
+    in its worker's process, use it at the same time, and all weights are sent."""
+    transport = config.shipped_part("weights.transport")
+    if transport is None or transport.device == "cpu":
+        return
+    for key, value, is_met, problem, fix in (
+        ("devices.share", config.devices.share, config.devices.share, "gives the learner another one", "set it"),
+        ("devices.turns", config.devices.turns, not config.devices.turns, "empties it in turns", "leave it out"),
+        ("learner.ranks", config.learner.ranks, config.learner.ranks == 1, "divides the weights", "set 1"),
+        ("worker.count", config.worker.count, config.worker.count == 1, "has workers on others", "set 1"),
+        ("worker.engine", config.worker.engine, engine.in_process, "has its weights in a server", "use 'torch'"),
+        ("weights.delta", config.weights.delta, config.weights.delta == "off", "needs the host", "leave it out"),
+        ("lora.rank", config.lora.rank, not config.lora.is_set, "merges adapters on the host", "leave it out"),
+    ):
+        if not is_met:
+            refuse(
+                key,
+                value,
+                f"{problem}, and weights.transport = {config.weights.transport!r} hands weights over on the "
+                "accelerator that learner and engine share",
+                f"{fix}, or use weights.transport = 'shared_memory'",
+            )

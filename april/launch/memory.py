@@ -246,6 +246,13 @@ def activations_bytes(config: Config, shape: ModelShape) -> float:
     return float(pass_tokens(config) * each * (2 if learner.compute == "fp32" else 1))
 
 
+def handed_over_bytes(config: Config, shape: ModelShape) -> float:
+    """Bytes of published weights that learner and worker each have on the accelerator, where they are handed over
+    there: two versions, the old one until the new one has taken its place."""
+    transport = config.shipped_part("weights.transport")
+    return 2.0 * shape.parameters * WEIGHT_BYTES if transport and transport.device != "cpu" else 0.0
+
+
 def head_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes of the output head's temporaries and of one block of logits."""
     logits = min(BLOCK_LOGITS, pass_tokens(config) * shape.head // shape.hidden)
@@ -272,16 +279,18 @@ def divide(config: Config, shape: ModelShape, total_bytes: float) -> MemoryPlan:
     outside = shape.parameters - shape.layers * shape.layer - shape.head
     states, activations = states_bytes(config, shape), activations_bytes(config, shape)
     head, gathered = head_bytes(config, shape), gathered_bytes(config, shape.layer, outside)
-    learner, ranks = states + gathered + activations + head + CONTEXT_BYTES, config.engine.tensor_ranks
+    handed = handed_over_bytes(config, shape)
+    learner, ranks = states + gathered + activations + head + handed + CONTEXT_BYTES, config.engine.tensor_ranks
     weights, longest = shape.parameters * WEIGHT_BYTES / ranks, config.longest_prompt_tokens
     longest += config.sampling.max_response_tokens
     time_sharing = config.devices.turns
     learner_share = CONTEXT_BYTES if time_sharing else learner
     share = ENGINES.find(config.worker.engine).memory_options(config, total_bytes, total_bytes - learner_share, weights)
-    tokens = int(share.cache_bytes // (shape.kv_bytes / ranks))
+    tokens = int((share.cache_bytes - handed) // (shape.kv_bytes / ranks))
     takes = (
         f"the learner takes about {format_bytes(learner)} ({format_bytes(states)} of weights, gradients and moments, "
         f"{f'{format_bytes(gathered)} of gathered layers, ' if gathered else ''}"
+        f"{f'{format_bytes(handed)} of published weights, ' if handed else ''}"
         f"{format_bytes(activations)} of activations, {format_bytes(head)} of logits and the head)"
     )
     if tokens < longest or (time_sharing and learner + RELEASED_SERVER_BYTES > total_bytes):
@@ -294,7 +303,7 @@ def divide(config: Config, shape: ModelShape, total_bytes: float) -> MemoryPlan:
             "responses, take a smaller model, or set lora.rank",
         )
     given = ", ".join(f"engine.server.{key} = {value}" for key, value in share.options.items())
-    beside = total_bytes - learner_share - weights - share.cache_bytes
+    beside = total_bytes - learner_share - weights - share.cache_bytes + handed
     return MemoryPlan(
         share.options,
         f"{format_bytes(total_bytes)} of each accelerator{', time-shared' * time_sharing}: {takes};\n{given}: "

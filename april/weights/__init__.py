@@ -8,6 +8,7 @@ TRANSPORTS = Registry(
     "weight transport",
     {
         "collective": "april.weights.transports:CollectiveTransport",
+        "cuda_ipc": "april.weights.cuda_ipc:CudaIpcTransport",
         "external": "april.weights.transports:ExternalTransport",
         "pull": "april.weights.transports:PullTransport",
         "shared_memory": "april.weights.transports:SharedMemoryTransport",

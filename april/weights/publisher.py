@@ -145,7 +145,7 @@ class WeightPublisher:
         if isinstance(weights, Snapshot):
             return self._offer(replace(weights, canary=canary))
         if not isinstance(weights, AdapterWeights):
-            return self._offer(pack(version, weights, canary))
+            return self._offer(pack(version, weights, canary, device=self._transport.device))
         self._merged.base = weights.base
         return self._offer(pack(version, weights.tensors, canary, weights.adapter))
 

@@ -112,7 +112,7 @@ class WeightReceiver(WeightSource):
         self.reports: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         """Reports of the engine to the learner, in order: methods of `LearnerConnection` with their arguments, which
         the receiver's thread calls."""
-        self.buffers = ReusedBuffers()
+        self.buffers = ReusedBuffers(self.transport.device)
         self.kept: KeptWeights | None = None
         """The weights that were received last, if deltas to them may come; only the receiver's thread uses them."""
         self._learner = ("", "")

@@ -29,6 +29,10 @@ ALIGNMENT_BYTES = 16
 """Alignment of tensors in a snapshot's buffer: every tensor starts at a multiple of this many bytes."""
 DIGEST_BLOCK_BYTES = 2**22
 """Bytes that one thread hashes at a time."""
+CHECKSUM_BLOCK_BYTES = 2**25
+"""Bytes of an accelerator's memory whose checksum is computed at a time."""
+MIXERS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
+"""Odd factors that spread each bit of a word over all of it, with shifts between them."""
 MOST_THREADS = 8
 """Most threads of a process that hash, encode and decode blocks of weights."""
 
@@ -44,7 +48,7 @@ class Snapshot:
     version: Version
     heads: list[TensorHead]
     data: Tensor
-    """The packed bytes of all tensors, uint8 [bytes], on the CPU."""
+    """The packed bytes of all tensors, uint8 [bytes], on the device of the transport."""
     digest: str
     canary: Canary | None = None
     adapter: Adapter | None = None
@@ -72,14 +76,18 @@ def joint_digest(parts: Iterable[WeightPart]) -> str:
 
 
 def pack(
-    version: Version, tensors: Mapping[str, Tensor], canary: Canary | None = None, adapter: Adapter | None = None
+    version: Version,
+    tensors: Mapping[str, Tensor],
+    canary: Canary | None = None,
+    adapter: Adapter | None = None,
+    device: str = "cpu",
 ) -> Snapshot:
-    """Copy tensors into one buffer, in the order of the mapping, and describe them in a snapshot."""
+    """Copy tensors into one buffer on `device`, in the order of the mapping, and describe them in a snapshot."""
     heads = [TensorHead(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
     offsets, total = layout(heads)
-    data = empty_buffer(total)
+    data = empty_buffer(total, device)
     for offset, tensor in zip(offsets, tensors.values(), strict=True):
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
         data[offset : offset + flat.numel()] = flat
     clear_padding(heads, data)
     return Snapshot(version, heads, data, digest(data), canary, adapter)
@@ -92,9 +100,11 @@ def clear_padding(heads: list[TensorHead], data: Tensor) -> None:
         data[offset + size :][: -size % ALIGNMENT_BYTES] = 0
 
 
-def empty_buffer(size: int) -> Tensor:
+def empty_buffer(size: int, device: str = "cpu") -> Tensor:
     """A new buffer for a snapshot, uint8 [size]. numpy asks the kernel for huge pages, with which filling it takes a
     third of the time."""
+    if device != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
     return torch.from_numpy(np.empty(max(size, 1), np.uint8))[:size]  # an empty one of its own has no stride
 
 
@@ -109,18 +119,19 @@ class ReusedBuffers:
 
     They are page-locked, from where an accelerator's copies take a fraction of the time. That is done once for each,
     and only in a process that uses an accelerator; elsewhere every buffer is a new one. Several threads may take
-    buffers.
+    buffers. On an accelerator, `device`, each is a new one: torch's allocator uses their memory again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         self._lock = threading.Lock()
         self._buffers: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
         """Page-locked memory, and the view of it that its tensors keep alive."""
 
     def take(self, size: int) -> Tensor:
         """A buffer of any content, uint8 [size]."""
-        if not (size and torch.cuda.is_initialized()):
-            return empty_buffer(size)
+        if self.device != "cpu" or not (size and torch.cuda.is_initialized()):
+            return empty_buffer(size, self.device)
         with self._lock:
             free = [memory for memory, view in self._buffers if view() is None]
             fitting = [memory for memory in free if size <= memory.size <= size + SPARE_BYTES]
@@ -182,14 +193,34 @@ def verify(data: Tensor, expected: str) -> None:
 
 
 def digest(data: Tensor) -> str:
-    """SHA-256, in hexadecimal digits, of the SHA-256 digests of a buffer's blocks, which several threads compute.
+    """SHA-256, in hexadecimal digits, of the SHA-256 digests of a buffer's blocks, which several threads compute; of a
+    buffer on an accelerator its `device_checksum`.
 
-    `data`: uint8 [bytes], on the CPU.
+    `data`: uint8 [bytes].
     """
+    if data.device.type != "cpu":
+        return device_checksum(data)
     blocks = [block.numpy() for block in data.split(DIGEST_BLOCK_BYTES)]
     with on_threads() as submit:
         hashed = [submit(hashlib.sha256, block) for block in blocks]
         return hashlib.sha256(b"".join(each.result().digest() for each in hashed)).hexdigest()
+
+
+def device_checksum(data: Tensor) -> str:
+    """128 bits, in hexadecimal digits, that depend on each value of a buffer and on its place, computed where the
+    buffer lies: enough against accidents, not against an attacker.
+
+    `data`: uint8 [bytes].
+    """
+    sums, first = torch.zeros(2, dtype=torch.int64, device=data.device), 0
+    for block in data.split(CHECKSUM_BLOCK_BYTES):
+        words = pad(block, (0, -len(block) % 8)).view(torch.int64)
+        places = torch.arange(first, first + len(words), device=data.device)
+        mixed = (words ^ (places * MIXERS[0])) * MIXERS[1]
+        mixed = (mixed ^ (mixed >> 29)) * MIXERS[2]
+        sums += torch.stack([mixed.sum(), ((mixed ^ (mixed >> 32)) * MIXERS[0]).sum()])
+        first += len(words)
+    return "".join(f"{each % 2**64:016x}" for each in sums.tolist())
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
 import numpy as np
@@ -44,8 +44,8 @@ class Link:
 
     @abstractmethod
     def send(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
-        """Send uint8 buckets on the CPU from the learner's side, in order, by `deadline` (Unix time, seconds). Raises
-        RuntimeError or OSError."""
+        """Send uint8 buckets on the transport's device from the learner's side, in order, by `deadline` (Unix time,
+        seconds). Raises RuntimeError or OSError."""
 
     @abstractmethod
     def receive(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
@@ -73,6 +73,8 @@ class Transport:
     """Whether workers can forward what they receive in chains (`weights.channel_size`)."""
     is_local: ClassVar[bool] = False
     """Whether a link's two sides have to be on one machine."""
+    device: ClassVar[str] = "cpu"
+    """Device in whose memory both sides have the buckets: cpu | cuda."""
     pulls: ClassVar[bool] = False
     """Whether workers read the weights from snapshots that the learner writes (`weights.folder`); there are no channels
     then."""
@@ -156,6 +158,8 @@ SLOT_BYTES = 2**20
 cache."""
 SLOTS = 8
 """Number of slots of a channel's shared memory: the learner fills some while the worker empties others."""
+MOST_SAID_BYTES = 4096
+"""Most bytes of the learner's first message to a worker."""
 CREDENTIALS = "3i"
 """Layout of SO_PEERCRED: process, user and group of a Unix socket's other side."""
 
@@ -200,10 +204,7 @@ class SharedMemoryTransport(Transport):
             except TimeoutError:
                 break
             if user_of(peer) == os.geteuid():
-                with os.fdopen(os.memfd_create("april-weights"), "r+b") as memory:
-                    memory.truncate(SLOTS * SLOT_BYTES)
-                    socket.send_fds(peer, [FULL], [memory.fileno()])
-                    return SharedMemoryLink(peer, memory.fileno())
+                return self._lend(peer)
             peer.close()
         raise OtherMachine(
             f"no worker of the learner's machine and user has come within weights.join_deadline_s; {self._said} takes "
@@ -212,20 +213,39 @@ class SharedMemoryTransport(Transport):
 
     def _enter(self, address: bytes, timeout_s: float) -> "SharedMemoryLink":
         """Go to the learner's socket, and get memory."""
-        peer, descriptors = socket.socket(socket.AF_UNIX), list[int]()
+        peer, content, descriptors = socket.socket(socket.AF_UNIX), b"", list[int]()
         peer.settimeout(timeout_s)
         with contextlib.suppress(ConnectionRefusedError):
             peer.connect(address)
             if user_of(peer) == os.geteuid():
-                _, descriptors, *_ = socket.recv_fds(peer, 1, 1)
-        if not descriptors:
+                content, descriptors, *_ = socket.recv_fds(peer, MOST_SAID_BYTES, 1)
+        try:
+            if not content or (self.device == "cpu" and not descriptors):
+                raise OtherMachine(
+                    f"{self._said} takes workers of the learner's machine and user only, and no such learner is here; "
+                    "start the worker there, or set 'collective'"
+                )
+            return self._borrow(peer, content, descriptors)
+        except RuntimeError:
             peer.close()
-            raise OtherMachine(
-                f"{self._said} takes workers of the learner's machine and user only, and no such learner is here; "
-                "start the worker there, or set 'collective'"
-            )
+            raise
+
+    def _lend(self, peer: socket.socket) -> "SharedMemoryLink":
+        """Give memory to the worker, which is of this user."""
+        with os.fdopen(os.memfd_create("april-weights"), "r+b") as memory:
+            memory.truncate(SLOTS * SLOT_BYTES)
+            socket.send_fds(peer, [FULL], [memory.fileno()])
+            return SharedMemoryLink(peer, mapped(memory.fileno()))
+
+    def _borrow(self, peer: socket.socket, content: bytes, descriptors: list[int]) -> "SharedMemoryLink":
+        """Take the memory that the learner's first message gives."""
         with os.fdopen(descriptors[0], "r+b") as memory:
-            return SharedMemoryLink(peer, memory.fileno())
+            return SharedMemoryLink(peer, mapped(memory.fileno()))
+
+
+def mapped(memory: int) -> np.ndarray:
+    """The slots in the shared memory of a descriptor, uint8 [SLOTS, SLOT_BYTES]."""
+    return np.frombuffer(mmap.mmap(memory, SLOTS * SLOT_BYTES), np.uint8).reshape(SLOTS, SLOT_BYTES)
 
 
 def user_of(peer: socket.socket) -> int:
@@ -241,19 +261,19 @@ FULL = EMPTY = b"."
 class SharedMemoryLink(Link):
     """One side of a weight channel through shared memory, used as a ring of slots."""
 
-    def __init__(self, peer: socket.socket, memory: int):
-        """`peer`: socket to the other side. `memory`: descriptor of the memory, which the caller closes."""
-        self._peer = peer
-        self._slots = np.frombuffer(mmap.mmap(memory, SLOTS * SLOT_BYTES), np.uint8).reshape(SLOTS, SLOT_BYTES)
+    def __init__(self, peer: socket.socket, slots: Any):
+        """`peer`: socket to the other side. `slots`: the shared memory, uint8 [slots, bytes], in a form that `copy`
+        takes."""
+        self._peer, self._slots = peer, slots
 
     def send(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
-        empty = SLOTS
+        empty = len(self._slots)
         for slot, piece, _ in self._pieces(buckets):
             empty = empty or self._heard(deadline)
-            np.copyto(slot, piece)
+            self.copy(slot, piece)
             self._peer.sendall(FULL)
             empty -= 1
-        while empty < SLOTS:
+        while empty < len(self._slots):
             empty += self._heard(deadline)
 
     def receive(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
@@ -263,7 +283,7 @@ class SharedMemoryLink(Link):
         full = 0
         for slot, piece, whole in self._pieces(buckets):
             full = full or self._heard(deadline)
-            np.copyto(piece, slot)
+            self.copy(piece, slot)
             self._peer.sendall(EMPTY)
             full -= 1
             if whole is not None:
@@ -272,12 +292,22 @@ class SharedMemoryLink(Link):
     def close(self) -> None:
         self._peer.close()
 
-    def _pieces(self, buckets: "Iterable[Tensor]") -> "Iterator[tuple[np.ndarray, np.ndarray, Tensor | None]]":
+    @staticmethod
+    def copy(to: Any, source: Any) -> None:
+        """Copy values in one thread: torch's threads would wait for each other at every slot."""
+        np.copyto(to, source)
+
+    @staticmethod
+    def divided(bucket: "Tensor", size: int) -> list[Any]:
+        """A bucket in pieces of at most `size` bytes, in a form that `copy` takes."""
+        return [piece.numpy() for piece in bucket.split(size)]
+
+    def _pieces(self, buckets: "Iterable[Tensor]") -> "Iterator[tuple[Any, Any, Tensor | None]]":
         """Yield (the part of a slot that a piece of the buckets takes, the piece, the bucket if it is the bucket's last
-        piece). numpy copies in one thread; torch's threads would wait for each other at every slot."""
+        piece)."""
         slots = cycle(self._slots)
         for bucket in buckets:
-            *pieces, last = (piece.numpy() for piece in bucket.split(SLOT_BYTES))
+            *pieces, last = self.divided(bucket, self._slots.shape[1])
             for piece in pieces:
                 yield next(slots)[: len(piece)], piece, None
             yield next(slots)[: len(last)], last, bucket
@@ -286,7 +316,7 @@ class SharedMemoryLink(Link):
         """Wait for word from the other side; returns the number of slots that it has filled or emptied."""
         self._peer.settimeout(channel.remaining_time(deadline).total_seconds())
         try:
-            words = self._peer.recv(SLOTS)
+            words = self._peer.recv(len(self._slots))
         except TimeoutError:
             channel.remaining_time(deadline)
             raise

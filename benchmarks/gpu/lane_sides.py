@@ -52,7 +52,11 @@ def measure(description: str, copies: Other, engine: Other) -> None:
             gloo = publish(part, "collective", "gpu_weight_lane", state, *engine)
         if shared and gloo:
             part.row("gpu_weight_lane_shared_vs_gloo", min(gloo) / min(shared), "ratio")
-    part.fact("April's lane by CUDA IPC", "not built")
+        if part.device.type == "cuda":
+            with part.attempt("lane by CUDA IPC"):
+                ipc = publish(part, "cuda_ipc", "gpu_weight_lane_ipc", state, *engine)
+                if shared:
+                    part.row("gpu_weight_lane_ipc_vs_shared", min(shared) / min(ipc), "ratio")
 
 
 def read_state(folder: Path) -> dict[str, torch.Tensor]:

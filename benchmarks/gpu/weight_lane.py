@@ -1,8 +1,8 @@
 """Bytes/s of weights from a learner to an engine in another process on the same card.
 
-April's lanes go from the host's memory into the engine's, through shared memory or over gloo. Beside them: the copies
-from the card to the host and back; CUDA IPC, by which a process copies straight out of another one's memory and which
-April has no lane for; and a copy within one process, the limit of that.
+April's lanes go from the host's memory into the engine's, through shared memory or over gloo, or from the card's
+into the card's by CUDA IPC. Beside them: the copies from the card to the host and back; what CUDA IPC does without a
+lane, by which a process copies straight out of another one's memory; and a copy within one process, the limit of that.
 """
 
 import importlib

@@ -7,7 +7,14 @@ import pytest
 from april.config import ConfigError, load
 from april.launch import devices
 from april.launch.clusters.launcher import check_launch
-from april.launch.memory import activations_bytes, plan_memory, read_shape, states_bytes, with_memory_limits
+from april.launch.memory import (
+    activations_bytes,
+    handed_over_bytes,
+    plan_memory,
+    read_shape,
+    states_bytes,
+    with_memory_limits,
+)
 from april.weights.transports import weights_towards
 from april.workers.engines.sglang.factory import server_settings
 from tests.support.small_run import SHARED
@@ -37,6 +44,47 @@ def test_configurations_that_cannot_share_are_refused_with_a_sentence(config_fil
     words, why = REFUSED[case]
     with pytest.raises(ConfigError, match=why):
         load(config_file, [*SHARED, *words])
+
+
+ON_DEVICE = [
+    "--worker.engine",
+    "torch",
+    "--learner.ranks",
+    "1",
+    "--worker.count",
+    "1",
+    "--weights.transport",
+    "cuda_ipc",
+]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--devices.share", "false"],
+        ["--devices.turns", "true"],
+        ["--learner.ranks", "2"],
+        ["--worker.count", "2"],
+        ["--worker.engine", "sglang"],
+        ["--weights.delta", "auto"],
+        ["--lora.rank", "2"],
+    ],
+)
+def test_weights_stay_on_an_accelerator_only_where_one_rank_and_one_engine_use_it_at_the_same_time(config_file, words):
+    load(config_file, [*SHARED, *ON_DEVICE])
+    key = words[0].removeprefix("--")
+    with pytest.raises(ConfigError, match=rf"'{key}' = .*weights\.transport = 'cuda_ipc' .* use .*'shared_memory'"):
+        load(config_file, [*SHARED, *ON_DEVICE, *words])
+
+
+def test_weights_that_stay_on_an_accelerator_are_in_its_plan(config_file):
+    through_host, on_device = (
+        with_memory(config_file, 24, *ON_DEVICE, "--weights.transport", transport)
+        for transport in ("shared_memory", "cuda_ipc")
+    )
+    shape = read_shape(on_device.model.path)
+    assert (handed_over_bytes(through_host, shape), handed_over_bytes(on_device, shape)) == (0, 4 * shape.parameters)
+    assert "of published weights" in plan_memory(on_device, ["0"]).description
 
 
 def test_sharing_is_refused_for_a_launched_run(config_file):
