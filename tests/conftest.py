@@ -89,9 +89,9 @@ def pytest_collection_modifyitems(config, items):
         for mark in missing.intersection(needed):
             item.add_marker(pytest.mark.skip(reason=f"needs {SERVERS[mark]} (launch/install-{mark}.sh)"))
     if len(items) > FEW and not config.getoption("--every"):
-        later = [item for item in items if waits_for_its_turn(item)]
-        config.hook.pytest_deselected(items=later)
-        items[:] = [item for item in items if item not in set(later)]
+        later = {item for item in items if waits_for_its_turn(item)}
+        config.hook.pytest_deselected(items=list(later))
+        items[:] = [item for item in items if item not in later]
     items.sort(key=limit_of, reverse=True)  # the longest first: begun last it would leave the other processes idle
 
 
