@@ -41,9 +41,10 @@ LATIN = [
 """A third of the cases, with any two of loss, correction and normalisation together."""
 EACH = [case for case in LATIN if list(WITH_SHIPPED).index(case[1]) % len(LOSSES) == list(LOSSES).index(case[0])]
 """Every loss, correction and normalisation in one case at least."""
+FOUR = [pytest.mark.full, pytest.mark.turn("4 ranks")]
 SHARES = [
-    pytest.param((2, LATIN), id="2"),
-    pytest.param((4, EACH), id="4", marks=[pytest.mark.full, pytest.mark.turn("4 ranks")]),
+    pytest.param((2, LATIN), id="2", marks=[pytest.mark.full, pytest.mark.turn("2 ranks")]),
+    pytest.param((4, EACH), id="4", marks=FOUR),
 ]
 STEPS = {
     "plain": ("ppo", "clip", {"normalisation": "token_mean", "kl_coef": 0.1}),
@@ -107,11 +108,18 @@ def outcome(request, policy_folder, cases, steps, tmp_path_factory):
     jobs = [job(config, [batch, batch]) for config in steps.values()]
     compare = [cases[case].model_dump(mode="json") for case in chosen]
     jobs.append(job(next(iter(cases.values())), [short(batch)], compare=compare))
-    of_sources = of_two_sources(policy_folder, next(iter(cases.values())).run_dir)
-    jobs.append(job(of_sources, [from_two(batch)], compare=[of_sources.model_dump(mode="json")]))
-    *of_steps, of_cases, apart = run_ranks(ranks, jobs, tmp_path_factory.mktemp(f"ranks{ranks}"))
-    outcomes = dict(zip(steps, of_steps, strict=True)) | dict(zip(chosen, of_cases["outcomes"], strict=True))
-    return outcomes | {"by source": apart["outcomes"][0]}
+    *of_steps, of_cases = run_ranks(ranks, jobs, tmp_path_factory.mktemp(f"ranks{ranks}"))
+    return dict(zip(steps, of_steps, strict=True)) | dict(zip(chosen, of_cases["outcomes"], strict=True))
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=FOUR)])
+def of_short_form(request, policy_folder, steps, tmp_path_factory):
+    """(what ranks computed of a plain step, and of a batch of two sources)"""
+    folder, batch = tmp_path_factory.mktemp(f"few{request.param}"), stale_batch(policy_folder)
+    sources = of_two_sources(policy_folder, folder / "sources")
+    compared = job(sources, [from_two(batch)], compare=[sources.model_dump(mode="json")])
+    plain, apart = run_ranks(request.param, [job(steps["plain"], [batch]), compared], folder)
+    return plain, apart["outcomes"][0]
 
 
 def of_two_sources(policy, folder):
@@ -128,8 +136,8 @@ def from_two(batch):
     return TrainingBatch(batch.step, [[replace(each, source=int(n == 1)) for each in group] for n, group in groups])
 
 
-def test_the_algorithms_of_two_sources_add_up_over_ranks_to_their_references(outcome, policy_folder, tmp_path):
-    metrics, gradients = outcome["by source"]
+def test_the_algorithms_of_two_sources_add_up_over_ranks_to_their_references(of_short_form, policy_folder, tmp_path):
+    metrics, gradients = of_short_form[1]
     batch, expected, losses = from_two(stale_batch(policy_folder)), {}, 0.0
     reference = FrozenReference(policy_folder, tmp_path)
     for source, algorithm in enumerate(BY_SOURCE):
@@ -156,8 +164,8 @@ def test_ranks_add_up_to_the_reference(outcome, expected, correction):
         assert_equals(*outcome[case], expected(case))
 
 
-def test_the_reference_policy_is_resharded_after_a_step(outcome):
-    assert outcome["plain"]["whole"] == []
+def test_the_reference_policy_is_resharded_after_a_step(of_short_form):
+    assert of_short_form[0]["whole"] == []
 
 
 @pytest.mark.full
