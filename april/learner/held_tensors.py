@@ -134,9 +134,15 @@ class HeldTensor:
 
 
 def of_local(local: Tensor) -> Callable[[int, int], Tensor]:
-    """The values of a tensor on this rank as `HeldTensor` has them."""
-    return partial(flat_values, local.detach())
+    """The values of a tensor on this rank as `HeldTensor` has them, without its graph. Of a view at most the rows are
+    copied that are asked for."""
+    held = local.detach() if local.ndim else local.detach().reshape(1)
+    return partial(values_of_rows, held.__getitem__, math.prod(held.shape[1:]))
 
 
-def flat_values(local: Tensor, first: int, end: int) -> Tensor:
-    return local.reshape(-1)[first:end]
+def values_of_rows(rows: Callable[[slice], Tensor], columns: int, first: int, end: int) -> Tensor:
+    """The values from `first` to `end` (exclusive) of a tensor with so many values in each row, of which `rows` gives
+    some rows."""
+    start = first // columns
+    found = rows(slice(start, -(-end // columns)))
+    return found.reshape(-1)[first - start * columns : end - start * columns]

@@ -4,7 +4,7 @@ Reading or publishing weights, an adapted model shows its original tensors with 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from april.config import stored
 from april.config.training import LoraSection, layers_to_adapt
 from april.learner.frozen_base import BaseLinear, hold_frozen, local_part
-from april.learner.held_tensors import HeldTensor
+from april.learner.held_tensors import HeldTensor, values_of_rows
 from april.learner.loading import names_in_files
 from april.learner.vision import text_model
 from april.weights.base import DOWN, UP, merge
@@ -118,13 +118,6 @@ def held_weights(lm: nn.Module) -> Iterator[tuple[str, HeldTensor | None]]:
             yield name, HeldTensor.sharded(parameter, shape, partial(values_of_rows, rows, layer.in_features))
         elif not name.endswith(PARTS):
             yield name, HeldTensor.of(parameter)
-
-
-def values_of_rows(rows: Callable[[slice], Tensor], columns: int, first: int, end: int) -> Tensor:
-    """The values from `first` to `end` (exclusive) of a matrix of so many columns, of which `rows` gives some rows."""
-    start = first // columns
-    found = rows(slice(start, -(-end // columns)))
-    return found.reshape(-1)[first - start * columns : end - start * columns]
 
 
 def names_in_folder(lm: nn.Module, trained: Iterable[str]) -> dict[str, str] | None:

@@ -16,6 +16,7 @@ from april.learner import checkpoint, process_group
 from april.learner.batch import TrainingBatch, decode, share_batch
 from april.learner.trainer import Trainer
 from april.util.lifetime import exit_at_once
+from tests.support.learner.rank_jobs import from_parts
 
 
 def run(job: dict, device: torch.device) -> dict:
@@ -34,6 +35,7 @@ def run(job: dict, device: torch.device) -> dict:
         "steps": steps,
         "canary": trainer.canary().logprobs,
         "weights": trainer.weights(),
+        "from_parts": from_parts(trainer),
         "state": state,
     }
 

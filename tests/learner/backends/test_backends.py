@@ -157,6 +157,7 @@ def test_published_weights_equal_the_folder_by_name_and_value(outcome, model):
     files = load_file(folder / "model.safetensors")
     assert result["weights"].keys() == files.keys()
     assert equal(result["weights"], files)
+    assert equal(result["from_parts"], files), "the ranks gather the same in parts"
 
 
 @pytest.mark.parametrize("case", ONE_STEP)

@@ -15,16 +15,19 @@ from april.learner import performance
 from april.learner.backends.backend import Backend, Loss
 from april.learner.backends.megatron import pipeline
 from april.learner.backends.megatron.groups import initialise_megatron
-from april.learner.backends.megatron.layout import REPLICAS, SHARES, ParallelLayout
+from april.learner.backends.megatron.layout import REPLICAS, SHARES, ParallelLayout, copies_in
 from april.learner.backends.megatron.model import MegatronPolicy
 from april.learner.backends.megatron.names import stages_holding
-from april.learner.backends.megatron.piece import MappedTensor, StackedExperts
+from april.learner.backends.megatron.piece import MappedTensor, Sharding, StackedExperts
 from april.learner.checkpoint import CheckpointPart
+from april.learner.held_tensors import HeldTensor
 from april.learner.losses.ranks import Ranks
 from april.learner.model import empty_policy, gather_tensors, hugging_face_state, uses_bf16
 from april.learner.optimizers.adamw import AdamW
 from april.learner.packing import MicroBatch
 from april.learner.performance import Seconds, untimed
+from april.learner.process_group import all_gather_values
+from april.learner.weight_parts import DivisibleWeights, WeightTensor
 
 OF_OWN_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
 """Names of parameters that are replicated over the tensor-parallel ranks while each rank computes the gradient of its
@@ -72,6 +75,7 @@ class MegatronBackend(Backend):
             Ranks(layout.experts.get_group(dim)) for dim in (SHARES, REPLICAS)
         )
         self.lm = empty_policy(config.model.path, config.sampling.temperature).lm
+        self.divisible = DivisibleWeights(self.lm)
         self.cost = performance.forward_cost(self.lm)
         self.policy = self.load().train()
         self.part = MegatronPart.of("", self.policy, section.lr, section)
@@ -156,6 +160,20 @@ class MegatronBackend(Backend):
                 dist.send(state.pop(name), 0)
         return hugging_face_state(self.lm, state) if rank == 0 else {}
 
+    def divisible_weights(self) -> list[WeightTensor] | None:
+        own = {mapped.name: mapped for mapped in self.policy.mapped_tensors if self.publishes(mapped.name)}
+        shardings: dict[str, Sharding] = {}
+        for theirs in all_gather_values({name: each.sharding for name, each in own.items()}, dict[str, Sharding]):
+            shardings |= theirs
+
+        def held(name: str) -> HeldTensor:
+            sharding, (stage, *_) = shardings[name], stages_holding(name, self.lm, self.layout)
+            copies = copies_in(stage, self.layout.stages, sharding.shares)
+            values = own[name].values if name in own else no_values
+            return HeldTensor(torch.Size(sharding.shape), copies, values, self.device, sharding.dim)
+
+        return self.divisible.tensors((name, held(name)) for name, _ in self.lm.named_parameters())
+
     def free_gathered(self) -> None:
         """Does nothing: this back end holds no gathered weights after a forward pass."""
 
@@ -173,6 +191,11 @@ class MegatronBackend(Backend):
         if norm > max_norm and math.isfinite(norm):
             torch._foreach_mul_(experts + divided + whole, max_norm / norm)
         return norm
+
+
+def no_values(first: int, end: int) -> Tensor:
+    """The values of a tensor that another stage holds."""
+    return torch.empty(0)
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

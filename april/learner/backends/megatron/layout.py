@@ -1,12 +1,14 @@
 """Assignment of a model's layers and experts to ranks."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from april.config import LearnerSection
+from april.learner.held_tensors import Copies
 
 STAGES, REPLICAS, SHARES = "stages", "replicas", "shares"
 """Dimensions of the mesh of ranks: pipeline stages, replicas (data parallel), and shares of a layer (tensor parallel).
@@ -69,6 +71,12 @@ class ParallelLayout:
         which has the head, is the last to get an extra one."""
         first, end = (-(-layers * each // self.stages) for each in (stage, stage + 1))
         return range(first, end)
+
+
+@cache
+def copies_in(stage: int, stages: int, shares: int) -> Copies:
+    """The copies of a tensor of a stage, each divided among so many ranks."""
+    return Copies(torch.arange(dist.get_world_size()).view(stages, -1, shares)[stage].tolist())
 
 
 def mesh(stages: int, shares: int, device: torch.device) -> DeviceMesh:

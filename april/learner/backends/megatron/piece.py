@@ -6,6 +6,7 @@ transformers' model; files name each expert, with gate and up projection separat
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from april.learner.backends.megatron.layout import SHARES
+from april.learner.held_tensors import of_local
 from april.learner.loading import ModelError, WeightFiles, check_shape
 from april.learner.model import shard_shape
 
@@ -20,6 +22,15 @@ ROWS, COLUMNS = 0, 1
 SPLIT_DIM = 2
 """Dimension of an unfolded stack along which every expert is split over ranks: rows of the gate and up projections,
 columns of the down projection."""
+
+
+class Sharding(NamedTuple):
+    """How the ranks of a pipeline stage hold a tensor, as they tell the other stages."""
+
+    shape: tuple[int, ...]
+    dim: int
+    shares: int
+    """Number of ranks that divide a copy of the tensor along `dim`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +75,16 @@ class MappedTensor:
     @property
     def own_shape(self) -> list[int]:
         return shard_shape(self.whole.shape, self.dim, self.mesh.get_local_rank(SHARES), self.mesh[SHARES].size())
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the ranks of this stage hold the tensor."""
+        return Sharding(tuple(self.whole.shape), self.dim or 0, 1 if self.dim is None else self.mesh[SHARES].size())
+
+    def values(self, first: int, end: int) -> Tensor:
+        """The values from `first` to `end` (exclusive) of this rank's shard, flat."""
+        (parameter,) = self.parameters
+        return of_local(self.view(parameter))(first, end)
 
     def read(self, files: WeightFiles) -> None:
         """Read this rank's shard from files into the parameter. Raises ModelError."""
@@ -112,6 +133,18 @@ class StackedExperts(MappedTensor):
             own = self.reshard(self.unfold(own), ROWS, SPLIT_DIM)
         for tensor, value in zip(tensors, own, strict=True):
             tensor.copy_(value.reshape(tensor.shape))
+
+    @property
+    def sharding(self) -> Sharding:
+        if not self.is_split:
+            return super().sharding
+        return Sharding(tuple(self.unfold(self.whole).shape), SPLIT_DIM, self.mesh[SHARES].size())
+
+    def values(self, first: int, end: int) -> Tensor:
+        size = self.parameters[0].numel()
+        own = range(first // size, -(-end // size))
+        parts = [of_local(self.parameters[i])(max(first - i * size, 0), min(end - i * size, size)) for i in own]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def unfold(self, stack: Tensor) -> Tensor:
         """The stack as [experts, projections, rows, columns] with two projections, or [experts, rows, columns] with
