@@ -16,7 +16,7 @@ from april.learner import checkpoint, process_group
 from april.learner.batch import TrainingBatch, decode, share_batch
 from april.learner.trainer import Trainer
 from april.util.lifetime import exit_at_once
-from tests.support.learner.rank_jobs import from_parts
+from tests.support.learner.gathered_parts import from_parts
 
 
 def run(job: dict, device: torch.device) -> dict:

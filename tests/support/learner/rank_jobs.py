@@ -22,10 +22,9 @@ from april.learner.trainer import Trainer
 from april.learner.weight_parts import gather_part
 from april.util import files
 from april.util.lifetime import exit_at_once
-from april.weights.channel import WeightPart
-from april.weights.snapshot import unpack, verify
 from april.wire.message import Version
 from tests.support.learner.frozen_weights import FrozenTrainer, full_gradients
+from tests.support.learner.gathered_parts import from_parts
 from tests.support.learner.small_learner import (
     Diary,
     at_a_worker,
@@ -75,20 +74,6 @@ def run(job: dict, device: torch.device) -> dict:
         "optimizer_steps": trainer.optimizer_steps,
         "whole": unsharded(trainer.reference) if trainer.reference else [],
     }
-
-
-def from_parts(trainer) -> dict[str, torch.Tensor] | None:
-    """All weights on every rank, from the parts that the ranks gather; None if rank 0 has to gather them all."""
-    tensors = trainer.backend.divisible_weights()
-    if tensors is None:
-        return None
-    part = gather_part(Version(0, 0), tensors)
-    sent = process_group.all_gather_values((part.part, part.data.numpy().tobytes()), tuple[WeightPart, bytes])
-    found = {}
-    for other, data in sent:
-        verify(received := torch.frombuffer(bytearray(data), dtype=torch.uint8), other.digest)
-        found |= unpack(other.tensors, received)
-    return found
 
 
 def spoil(folder: Path, job: dict) -> None:
