@@ -28,7 +28,8 @@ def test_a_run_trains_and_its_engine_samples_from_what_two_ranks_have_together(s
     assert not any(step["learner"]["publish_wrong"] for step in steps), "an engine did not hold what it was sent"
     gaps = [gap for step in steps for gap in step["engine_gaps"].values() if gap["age"] == 0]
     assert gaps and max(gap["largest"] for gap in gaps) < 1e-3
-    written = load_file(run_dir / "checkpoints/policy/model.safetensors")
+    files = (run_dir / "checkpoints/policy").glob("model*.safetensors")
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
     before = load_file(policy / "model.safetensors")
     assert written.keys() == before.keys() and any((written[name] != before[name]).any() for name in written)
     AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints/policy")
