@@ -31,7 +31,8 @@ COMBINATIONS = list(itertools.product(*PARTS))
 GSM8K = [FOLDER.parent / "gsm8k.toml", FOLDER.parent / "gsm8k-cpu.toml"]
 """The second file is read after the first, and overrides it."""
 ONE_GPU = FOLDER.parent / "one-gpu-qwen3-0.6b.toml"
-OTHERS = {*GSM8K, ONE_GPU, FOLDER.parent / "published.toml"}
+WARM_START = FOLDER.parent / "quickstart-sft.toml"  # for `april sft`
+OTHERS = {*GSM8K, ONE_GPU, WARM_START, FOLDER.parent / "published.toml"}
 SHIPPED = [path for path in sorted(FOLDER.parent.glob("*.toml")) if path not in OTHERS]
 """The other configurations that can be run, without the simulator's scenario."""
 
