@@ -126,12 +126,15 @@ def check_on_device(config: Config, engine: Any) -> None:
     transport = config.shipped_part("weights.transport")
     if transport is None or transport.device == "cpu":
         return
+    engines, transports = registry_of("worker.engine"), registry_of("weights.transport")
+    in_process = f"use {engines.names_where(lambda one: one.in_process)}"
+    on_host = transports.names_where(lambda one: one.device == "cpu" and one.carries_weights and not one.pulls)
     for key, value, is_met, problem, fix in (
         ("devices.share", config.devices.share, config.devices.share, "gives the learner another one", "set it"),
         ("devices.turns", config.devices.turns, not config.devices.turns, "empties it in turns", "leave it out"),
         ("learner.ranks", config.learner.ranks, config.learner.ranks == 1, "divides the weights", "set 1"),
         ("worker.count", config.worker.count, config.worker.count == 1, "has workers on others", "set 1"),
-        ("worker.engine", config.worker.engine, engine.in_process, "has its weights in a server", "use 'torch'"),
+        ("worker.engine", config.worker.engine, engine.in_process, "has its weights in a server", in_process),
         ("weights.delta", config.weights.delta, config.weights.delta == "off", "needs the host", "leave it out"),
         ("lora.rank", config.lora.rank, not config.lora.is_set, "merges adapters on the host", "leave it out"),
     ):
@@ -141,5 +144,5 @@ def check_on_device(config: Config, engine: Any) -> None:
                 value,
                 f"{problem}, and weights.transport = {config.weights.transport!r} hands weights over on the "
                 "accelerator that learner and engine share",
-                f"{fix}, or use weights.transport = 'shared_memory'",
+                f"{fix}, or use weights.transport = {on_host}",
             )

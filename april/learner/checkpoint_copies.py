@@ -1,12 +1,13 @@
 """Copies of a checkpoint's files that must exist before it counts as durable: on the next disk, or in an object
 store."""
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,43 +205,82 @@ class Disks:
         return assigned
 
     def transfer(self, moves: Sequence[FileTransfer], folder: Path, sums: Mapping[str, str]) -> None:
-        """Copy files of `folder` from rank to rank and sync them to disk. Raises OSError if a received file does not
-        match its checksum in `sums`. Collective."""
+        """Copy files of `folder` from rank to rank and sync them to disk. Raises OSError on every rank if one of them
+        cannot read or write its file, or receives one that does not match its checksum in `sums`. Collective."""
+        failures = list[str]()
         for move in order_transfers(moves):
+            path = folder / move.name
             if self.rank == move.source:
-                self._send(folder / move.name, move.target)
+                failures += self._send(path, move.target)
             elif self.rank == move.target:
-                self._receive(folder / move.name, move.source, sums[move.name])
-        self.barrier()
+                failures += self._receive(path, move.source, sums[move.name])
+        for rank, its in enumerate(self.all_gather(failures, list[str])):
+            if its:
+                raise OSError(f"rank {rank} cannot copy {its[0]}; free or mend its disk")
 
-    def _send(self, path: Path, rank: int) -> None:
-        size = retried(path.stat).st_size
-        dist.send(torch.tensor(size), rank, self.group)
-        chunk = torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8)
-        with retried(lambda: path.open("rb")) as file:
+    def _send(self, path: Path, rank: int) -> list[str]:
+        """Send a file to a rank, which gets as many bytes as announced whatever fails; returns what has failed."""
+        with FileCopy(path, "rb") as copy:
+            size = copy.attempt(lambda: os.fstat(copy.file.fileno()).st_size) or 0
+            dist.send(torch.tensor(size), rank, self.group)
+            chunk = torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8)
             for begin in range(0, size, CHUNK_BYTES):
                 part = chunk[: size - begin]
-                file.readinto(part.numpy())
+                copy.attempt(copy.file.readinto, part.numpy())
                 dist.send(part, rank, self.group)
+        return copy.failures
 
-    def _receive(self, path: Path, rank: int, digest: str) -> None:
+    def _receive(self, path: Path, rank: int, digest: str) -> list[str]:
+        """Receive a file from a rank, all of its bytes whatever fails; returns what has failed."""
         announced = torch.tensor(0)
         dist.recv(announced, rank, self.group)
         size, found = int(announced), hashlib.sha256()
         chunk = torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8)
         partial = path.with_name(f"{path.name}.partial")
-        with retried(lambda: partial.open("wb")) as file:
+        with FileCopy(partial, "wb") as copy:
             for begin in range(0, size, CHUNK_BYTES):
                 part = chunk[: size - begin]
                 dist.recv(part, rank, self.group)
-                file.write(part.numpy())
+                copy.attempt(lambda part=part: copy.file.write(part.numpy()))
                 found.update(part.numpy())
-            file.flush()
-            os.fsync(file.fileno())
+            copy.attempt(lambda: copy.file.flush())
+            copy.attempt(lambda: os.fsync(copy.file.fileno()))
         if found.hexdigest() != digest:
-            raise OSError(f"{path} of rank {rank} has not arrived as it was written; a disk or a link damages files")
-        retried(partial.rename, path)
-        retried(sync, path.parent)
+            copy.failures.append(
+                f"{path}: it has not arrived from rank {rank} as it was written, a disk or a link damages files"
+            )
+        copy.attempt(retried, partial.rename, path)
+        copy.attempt(retried, sync, path.parent)
+        return copy.failures
+
+
+class FileCopy:
+    """An open file that is being copied, whose failures are collected: a rank goes on with what others wait for, and
+    does nothing more with the file."""
+
+    def __init__(self, path: Path, mode: str):
+        self.path = path
+        self.failures: list[str] = []
+        """The file and the reason of what has failed; empty if nothing has."""
+        self.file: Any = self.attempt(retried, path.open, mode)
+
+    def attempt(self, call: Callable[..., Value], *arguments: Any) -> Value | None:
+        """The result of the call; None if it fails with OSError, or if something has failed before."""
+        if self.failures:
+            return None
+        try:
+            return call(*arguments)
+        except OSError as error:
+            self.failures.append(f"{self.path}: {error}")
+            return None
+
+    def __enter__(self) -> "FileCopy":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.file:
+            with contextlib.suppress(OSError):  # of what could not be written, which is known by then
+                self.file.close()
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

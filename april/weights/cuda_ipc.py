@@ -14,7 +14,8 @@ import msgspec
 
 from april.config import WeightsSection
 from april.util.errors import refuse
-from april.weights.transports import OtherMachine, Received, SharedMemoryLink, SharedMemoryTransport
+from april.weights import TRANSPORTS
+from april.weights.transports import FOR_OTHERS, OtherMachine, Received, SharedMemoryLink, SharedMemoryTransport
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ class CudaIpcTransport(SharedMemoryTransport):
                 "weights.transport",
                 self.config.transport,
                 "hands weights over in the memory of a CUDA device, and this machine has none",
-                "use 'shared_memory'",
+                f"use {TRANSPORTS.names_where(lambda one: one.is_local and one.device == 'cpu')}",
             )
 
     def give_handle(self, peer: socket.socket, ring: "Tensor") -> None:
@@ -67,7 +68,7 @@ class CudaIpcTransport(SharedMemoryTransport):
             raise OtherMachine(f"{self._said} is not what the learner has; set the same for both") from None
         here = [index for index in range(torch.cuda.device_count()) if uuid_of(index) == uuid]
         if not here:
-            raise OtherMachine(f"{self._said} takes a worker on the learner's accelerator only; set 'collective'")
+            raise OtherMachine(f"{self._said} takes a worker on the learner's accelerator only; {FOR_OTHERS}")
         return torch.UntypedStorage._new_shared_cuda(here[0], *handle)
 
     def _lend(self, peer: socket.socket) -> "DeviceLink":

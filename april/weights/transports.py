@@ -168,6 +168,10 @@ class OtherMachine(RuntimeError):
     """The other side of a channel cannot share memory with this one."""
 
 
+FOR_OTHERS = "set weights.transport = 'collective' for others"
+"""End of a sentence about a transport between processes of one machine."""
+
+
 class SharedMemoryTransport(Transport):
     """Copies weights through memory that the learner shares with a worker on its machine.
 
@@ -180,7 +184,7 @@ class SharedMemoryTransport(Transport):
 
     def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> "SharedMemoryLink":
         if sys.platform != "linux":
-            raise OtherMachine(f"{self._said} needs Linux; set 'collective'")
+            raise OtherMachine(f"{self._said} needs Linux; {FOR_OTHERS}")
         store = channel.connect_to_store(invite.host, invite.port, invite.timeout_s)
         key = f"{invite.channel}/socket"
         if not as_learner:
@@ -208,7 +212,7 @@ class SharedMemoryTransport(Transport):
             peer.close()
         raise OtherMachine(
             f"no worker of the learner's machine and user has come within weights.join_deadline_s; {self._said} takes "
-            "no other, set 'collective' for them"
+            f"no other, {FOR_OTHERS}"
         )
 
     def _enter(self, address: bytes, timeout_s: float) -> "SharedMemoryLink":
@@ -223,7 +227,7 @@ class SharedMemoryTransport(Transport):
             if not content or (self.device == "cpu" and not descriptors):
                 raise OtherMachine(
                     f"{self._said} takes workers of the learner's machine and user only, and no such learner is here; "
-                    "start the worker there, or set 'collective'"
+                    f"start the worker there, or {FOR_OTHERS}"
                 )
             return self._borrow(peer, content, descriptors)
         except RuntimeError:

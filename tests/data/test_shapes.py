@@ -9,7 +9,7 @@ import torch
 
 from april.data.shapes import CELL, COLOURS, SIDE, draw_tasks, make_pictures
 from april.data.tokenizer import Tokenizer
-from april.learner.policy.counting import RECIPE, batch_of, build_model, build_tokenizer, prompt_ids
+from april.learner.policy.counting import RECIPE, batch_of, build_model, prompt_ids, save_policy
 from tests.support.learner.comparison import equal
 
 
@@ -30,8 +30,7 @@ def test_rows_are_the_same_again_and_share_no_picture(tmp_path):
 
 
 def test_a_prompt_has_the_token_ids_of_the_warm_start(tmp_path):
-    build_tokenizer().save_pretrained(tmp_path)
-    build_model(RECIPE, 0).config.save_pretrained(tmp_path)
+    save_policy(build_model(RECIPE, 0), tmp_path)
     parts = [{"type": "image"}, {"type": "text", "text": "R?"}]
     ids = Tokenizer(tmp_path).encode_row([{"role": "user", "content": parts}], images=[SIDE**2])
     assert ids.tolist() == prompt_ids("R")

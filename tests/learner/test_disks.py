@@ -85,6 +85,15 @@ def test_written_files_are_copied_to_the_next_disk_if_there_is_one():
     assert disks.neighbour_copies([["a"], ["b"], ["c"]]) == []
 
 
+def test_a_file_that_cannot_be_copied_ends_the_call_on_every_rank_with_the_same_sentence(tmp_path):
+    first, second = run_ranks(2, [], tmp_path, ("tests.support.learner.copying_rank",))
+    assert first == second and not first["whole"] and not first["after"], "ranks that fail are ready for the next call"
+    for name, rank in {"missing": 0, "no_room": 0}.items():
+        assert first[name].startswith(f"rank {rank} cannot copy {tmp_path / f'disk_{rank}' / name}"), first[name]
+        assert first[name].endswith("free or mend its disk")
+    assert (tmp_path / "disk_1/whole").read_bytes() == b"whole" and (tmp_path / "disk_0/after").is_file()
+
+
 @pytest.mark.full
 def test_ranks_resume_bitwise_after_lost_disks_a_damaged_file_and_a_change_of_machines(policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run")

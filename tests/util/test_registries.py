@@ -149,10 +149,6 @@ ANOTHER_MEANING = {
     ("april/workers/teachers/__init__.py", "transformers"): "a kind of teacher",
     ("april/workers/teachers/__init__.py", "sglang"): "the same",
     ("april/workers/teachers/__init__.py", "vllm"): "the same",
-    ("april/config/weights.py", "shared_memory"): "what a refused configuration may have instead",
-    ("april/config/weights.py", "torch"): "the same",
-    ("april/weights/cuda_ipc.py", "shared_memory"): "the same",
-    ("april/weights/cuda_ipc.py", "collective"): "the same",
 }
 """Mentions of a name that mean something else, by file and name."""
 

@@ -1,6 +1,7 @@
 """The quickstart policy before its warm start (`april/launch/sft/warm_start.py`): a small Qwen3 of random weights, with
 one token for each character of its task (`april/data/arithmetic.py`)."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,15 +17,19 @@ CONTENTS_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor 
 eight-character steps of which the response consists."""
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    characters = Tokenizer(models.WordLevel(VOCABULARY, unk_token=PAD))
+def build_tokenizer(
+    vocabulary: Mapping[str, int] = VOCABULARY, template: str = CONTENTS_ONLY, special: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokeniser of single characters: ids by character, the chat template, and special tokens of several letters."""
+    characters = Tokenizer(models.WordLevel(dict(vocabulary), unk_token=PAD))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=characters,
         pad_token=PAD,
         eos_token=EOS,
-        chat_template=CONTENTS_ONLY,
+        additional_special_tokens=list(special),
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )
 

@@ -13,16 +13,15 @@ from random import Random
 import numpy as np
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from april.data.pixels import PixelReader, png_of
 from april.data.shapes import LARGEST_COUNT, SIDE, CountingTask, draw_tasks
 from april.learner.optimizers.muon import MuonInFloat32
-from april.learner.policy.arithmetic import EOS, PAD
+from april.learner.policy.arithmetic import EOS, PAD, build_tokenizer
 from april.learner.policy.made_once import make_once
 
 START, IMAGE, VIDEO, END = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
@@ -43,7 +42,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CountingRecipe:
     """Hyper-parameters of the warm start; recipe and seed determine the policy."""
 
     hidden_size: int = 96
@@ -75,11 +74,11 @@ class Recipe:
         return self.clean_steps + self.noisy_steps
 
 
-RECIPE = Recipe()
+RECIPE = CountingRecipe()
 
 
 def make_counting_policy(
-    out_dir: str | Path, seed: int = 0, recipe: Recipe = RECIPE, log: Callable[[str], None] = print
+    out_dir: str | Path, seed: int = 0, recipe: CountingRecipe = RECIPE, log: Callable[[str], None] = print
 ) -> Path:
     """Return the folder of the policy; creates it if it does not exist, in about a minute on one core. `out_dir`
     appears only once it is complete. Raises ConfigError if `out_dir` holds something else."""
@@ -98,25 +97,11 @@ def make_counting_policy(
 
 def save_policy(model: Qwen3VLForConditionalGeneration, out_dir: Path) -> None:
     model.save_pretrained(out_dir)
-    build_tokenizer().save_pretrained(out_dir)
+    build_tokenizer(VOCABULARY, TEMPLATE, [START, IMAGE, VIDEO, END]).save_pretrained(out_dir)
     (out_dir / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    characters = Tokenizer(models.WordLevel(VOCABULARY, unk_token=PAD))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters,
-        pad_token=PAD,
-        eos_token=EOS,
-        additional_special_tokens=[START, IMAGE, VIDEO, END],
-        chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def build_model(recipe: Recipe, seed: int) -> Qwen3VLForConditionalGeneration:
+def build_model(recipe: CountingRecipe, seed: int) -> Qwen3VLForConditionalGeneration:
     """A Qwen3-VL with random fp32 weights drawn from the seed; each cell of a picture is one token."""
     heads = recipe.hidden_size // 32
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
@@ -141,7 +126,9 @@ def build_model(recipe: Recipe, seed: int) -> Qwen3VLForConditionalGeneration:
         return Qwen3VLForConditionalGeneration(config)
 
 
-def warm_start(model: Qwen3VLForConditionalGeneration, recipe: Recipe, seed: int, log: Callable[[str], None]) -> None:
+def warm_start(
+    model: Qwen3VLForConditionalGeneration, recipe: CountingRecipe, seed: int, log: Callable[[str], None]
+) -> None:
     """Train the model in place for `recipe.steps` steps. Reproducible on one CPU thread."""
     started, size = time.monotonic(), recipe.batch_tokens // len(prompt_ids("R"))
     inner = [each for each in model.model.parameters() if each.ndim == 2 and min(each.shape) >= 32]
@@ -167,7 +154,7 @@ def warm_start(model: Qwen3VLForConditionalGeneration, recipe: Recipe, seed: int
     model.load_state_dict(average.module.state_dict())
 
 
-def lr_share(recipe: Recipe, step: int) -> float:
+def lr_share(recipe: CountingRecipe, step: int) -> float:
     """Learning rate of a step as a share of the peak: linear warm-up, then linear decay."""
     decayed = 1.0 - (1.0 - recipe.final_lr_share) * step / recipe.steps
     return min((step + 1) / recipe.warmup_steps, decayed)
@@ -194,7 +181,7 @@ def token_loss(model: Qwen3VLForConditionalGeneration, tokens: Tensor, targets: 
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=VOCABULARY[PAD])
 
 
-def batches(recipe: Recipe, seed: int, size: int) -> Iterator[Batch]:
+def batches(recipe: CountingRecipe, seed: int, size: int) -> Iterator[Batch]:
     """Endless batches; after `recipe.clean_steps` some demonstrations guess, as `recipe.p_guess` says."""
     random, step = Random(seed), 0
     tasks = draw_tasks("train", random)
