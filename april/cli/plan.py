@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from april.cli.command import CONFIG, command, load_config, option
-from april.util.errors import ConfigError, refuse
+from april.util.errors import ConfigError, refuse, refuse_for
 
 
 @command(
@@ -29,6 +29,6 @@ def plan(config: list[Path], gpu: float, overrides: list[str]) -> int:
     try:
         text, fits = describe(loaded, gpu * 2**30)
     except ModelError as error:
-        raise ConfigError(f"key 'model.path' = {str(loaded.model.path)!r}: {error}") from None
+        refuse_for("model.path", loaded.model.path, "cannot be trained", error)
     print(text)
     return 0 if fits else 1

@@ -198,7 +198,7 @@ def check_own_engine(config: Config, device: str) -> None:
         check_has_device(error, f"key 'worker.engine' = {name!r}", device, config.worker.device)
         fix = f"mend it, and try it with `april check engine {name}`"
         said = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"key 'worker.engine' = {name!r} fails on a tiny model: {said}; {fix}") from error
+        refuse("worker.engine", name, f"fails on a tiny model: {said}", fix, error)
 
 
 def check_own_schedule(schedule: ScheduleSection) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from april.config import Config, ConfigError
+from april.config import Config
 from april.config.stored import CHECKSUMS_FILE
 from april.learner.checkpoint import WEIGHT_FILES
 from april.learner.process_group import all_gather_values, long_wait_group
 from april.learner.trainer import Trainer
 from april.learner.weight_parts import gather_part, written_by_all
+from april.util.errors import refuse
 from april.util.files import read_whole
 from april.util.lifetime import in_background
 from april.util.objects import StoreError
@@ -63,7 +64,8 @@ class SnapshotWriting:
         self._writing: Future[dict[str, float]] | None = None
         problem = self._problem() if dist.get_rank() == 0 else ""
         if reason := all_gather_values(problem, str, self.group)[0]:
-            raise ConfigError(f"key 'weights.folder': {reason}; mend the key, or the rights of the learner there")
+            fix = "mend the key, or the rights of the learner there"
+            refuse("weights.folder", None, f"cannot be used: {reason}", fix)
         if tell:
             log.info("weights are written to %s, where workers read them", self.folders.objects.url)
 

@@ -1,4 +1,5 @@
-"""`ConfigError`, an error for the user to fix, `refuse`, which raises it with a uniform sentence, and `NotTried`."""
+"""`ConfigError`, an error for the user to fix, `refuse` and `refuse_for`, which raise it with a uniform sentence, and
+`NotTried`."""
 
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,9 +24,18 @@ def refuse(key: str, value: Any, why: str, fix: str, cause: BaseException | None
 
         refuse("broker.renew_s", 60.0, "is not below broker.lease_s = 60.0", "lower it")
     """
+    raise ConfigError(f"{assignment(key, value)} {why}; {fix}") from cause
+
+
+def refuse_for(key: str, value: Any, why: str, error: object) -> NoReturn:
+    """Raise the ConfigError `key 'KEY' = VALUE WHY: ERROR`, for an error whose own text says what to do."""
+    raise ConfigError(f"{assignment(key, value)} {why}: {error}") from None
+
+
+def assignment(key: str, value: Any) -> str:
+    """The subject of a refusal: the key and its value, as in `refuse`."""
     subject = f"{'option' if key.startswith('--') else 'key'} {key!r}"
-    assigned = "" if value is None else f" = {toml_like(masked(value, key))}"
-    raise ConfigError(f"{subject}{assigned} {why}; {fix}") from cause
+    return subject if value is None else f"{subject} = {toml_like(masked(value, key))}"
 
 
 def toml_like(value: Any) -> str:

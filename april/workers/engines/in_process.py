@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
-from april.config import Config, ConfigError
+from april.config import Config
 from april.data.support import Support
 from april.util import clock
+from april.util.errors import refuse_for
 from april.wire.message import Version
 from april.workers.engines.base import Chunk, EngineError, Finish, Request, Ticks
 from april.workers.engines.entry import EngineEntry, check_request, check_tensors, folder_tensors
@@ -35,7 +36,7 @@ class RunningRequest:
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of the tokens not returned in a chunk yet."""
     supports: list[np.ndarray] = field(default_factory=list)
-    """Their supports, int32 [S] each, if the request asks for them."""
+    """Supports of the same tokens, int32 [S] each, if the request asks for them."""
 
 
 class Next(NamedTuple):
@@ -73,7 +74,7 @@ class InProcessEngine(EngineEntry):
         try:
             return cls(config, device, name)
         except EngineError as error:
-            raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+            refuse_for("model.path", config.model.path, "cannot be used", error)
 
     # --- to implement in a subclass -----------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from april.util.errors import ConfigError, refuse
+from april.util.errors import refuse, refuse_for
 from april.util.text import GROUP_REWARD
 from april.wire.limits import FEEDBACK
 from april.workers.rewards import VERIFIERS
@@ -224,7 +224,7 @@ def check_verifier(name: str, key: str = "", url: str = "") -> None:
     try:
         find_verifier(name)
     except LookupError as error:
-        raise ConfigError(f"key {key!r} = {name!r} cannot be used: {error}") from None
+        refuse_for(key, name, "cannot be used", error)
     needed = getattr(verifier, "needs", "")
     if needed and importlib.util.find_spec(needed) is None:
         refuse(

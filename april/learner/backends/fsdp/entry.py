@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
 from april.learner.backends.entry import BackendEntry
-from april.util.errors import refuse
+from april.util.errors import refuse, refuse_for
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ class FSDPEntry(BackendEntry):
 
         section = config.learner
         if said := objection(config.model.path, section.activation_checkpointing, section.compute != "fp32"):
-            raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be trained: {said}")
+            refuse_for("model.path", config.model.path, "cannot be trained", said)
         if section.context_parallel > 1:
             from april.learner.policy.divided import objection_to_division
 

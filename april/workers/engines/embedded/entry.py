@@ -6,9 +6,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from april.config import Config, ConfigError
+from april.config import Config
 from april.config.costs import pacing_of
-from april.util.errors import refuse
+from april.util.errors import refuse, refuse_for
 from april.workers.engines import ENGINES
 from april.workers.engines.entry import EngineEntry, MemoryShare
 
@@ -51,7 +51,7 @@ class TorchEntry(EngineEntry):
                 keep_cache=config.engine.pause == "in_place",
             )
         except EngineError as error:
-            raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+            refuse_for("model.path", config.model.path, "cannot be used", error)
 
     @classmethod
     def installed(cls, config: Config) -> str:
@@ -94,7 +94,7 @@ def check_decoder(config: Config) -> None:
     try:
         read_shape(config.model.path)
     except EngineError as error:
-        raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+        refuse_for("model.path", config.model.path, "cannot be used", error)
 
 
 class TransformersEntry(TorchEntry):
@@ -109,7 +109,7 @@ class TransformersEntry(TorchEntry):
         try:
             read_config(config.model.path)
         except EngineError as error:
-            raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+            refuse_for("model.path", config.model.path, "cannot be used", error)
 
     @classmethod
     def from_config(cls, config: Config, device: str, name: str) -> "TransformersEngine":  # type: ignore[override]
@@ -150,7 +150,7 @@ class PacedEntry(EngineEntry):
                 keep_cache=config.engine.pause == "in_place",
             )
         except EngineError as error:
-            raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+            refuse_for("model.path", config.model.path, "cannot be used", error)
 
     @classmethod
     def check(cls, config: Config) -> None:
