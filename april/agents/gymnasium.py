@@ -19,7 +19,8 @@ CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
 class Gymnasium:
-    """The agent program; its constructor arguments are the keys of `agent.options`."""
+    """Agent program that plays an environment of `gymnasium`; its constructor arguments are the keys of
+    `agent.options`."""
 
     def __init__(
         self, name: str, arguments: dict[str, Any] | None = None, actions: Sequence[str] = (), turns: int = 32,

@@ -28,7 +28,7 @@ KeepImage = Callable[[str, bytes], Awaitable[str]]
 
 
 async def kept_by_nobody(name: str, png: bytes) -> str:
-    """`KeepImage` where there is no broker."""
+    """A `KeepImage` for a gateway without a broker: it keeps nothing and reports no failure."""
     return ""
 
 
@@ -40,8 +40,8 @@ class RequestImages:
     """
 
     def __init__(self, rule: ImageRule | None, why_none: str = "", patience_s: float = 600.0):
-        """`rule`: the policy's; None if the run takes no images, for the reason `why_none`. `patience_s`: longest wait
-        for the broker, seconds."""
+        """`rule`: how the policy takes images; None if the run takes none, for the reason `why_none`. `patience_s`:
+        longest wait for the broker, seconds."""
         self.rule, self.why_none, self.patience_s = rule, why_none, patience_s
         self.keep: KeepImage = kept_by_nobody
         self._known: dict[str, SessionImage] = {}
@@ -74,8 +74,8 @@ class RequestImages:
             raise Refusal("invalid_image", str(error)) from None
 
     async def show(self, session: ConversationTree, messages: list[Message], sources: dict[str, bytes]) -> None:
-        """Have the session know all images of a call, and the broker keep those that no turn of the session names.
-        Raises Refusal."""
+        """Add all images of a call to the session, and have the broker keep those that no turn of the session names
+        yet. Raises Refusal."""
         shown = image_sources(messages)
         if not shown:
             return

@@ -25,7 +25,8 @@ rubric_errors: ContextVar[list[Exception]] = ContextVar("raised")
 
 
 class Verifiers:
-    """The agent program; `agent.options` holds the environment's name and its arguments."""
+    """Agent program that runs an environment of `verifiers`; `agent.options` holds the environment's name and its
+    arguments."""
 
     def __init__(self, name: str, arguments: dict[str, Any] | None = None):
         """Load the environment `name`. Raises ConfigError if it cannot be loaded, or scores a group as a whole."""

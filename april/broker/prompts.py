@@ -244,8 +244,9 @@ class PromptBook:
             return b""
 
     def encode_hinted(self, row: DatasetRow, source: int, feedback: str = "", response_tokens: int = 0) -> bytes:
-        """`source`: number of the row's source; `response_tokens`: length of the response, 0 if it is yet to be
-        generated. Raises BadRow, also for a prompt that leaves no room for the response in the context."""
+        """Token ids, int32, of a row's prompt with its hint. `source`: number of the row's source; `response_tokens`:
+        length of the response, 0 if it is yet to be generated. Raises BadRow, also for a prompt that leaves no room for
+        the response in the context."""
         config, hint = self._config, self._hints[source]
         if not hint:
             return b""
@@ -418,7 +419,8 @@ class SubmittedPrompts(PromptBook):
         )
 
     def _check_images(self, names: list[str], ids: np.ndarray) -> None:
-        """Raises BadRow unless the images are on disk, and `ids`, int32 [P], has as many placeholders as they take."""
+        """Check that the images are on disk, and that `ids`, int32 [P], has as many placeholders as they take. Raises
+        BadRow."""
         if self._config.teacher:
             raise BadRow("a prompt has images, which a teacher is not shown; leave [teacher] out, or the images")
         if len(names) > PROMPT_IMAGES:
@@ -442,7 +444,7 @@ class SubmittedPrompts(PromptBook):
 
 
 def draws_of(section: ScheduleSection, prompts: PromptBook) -> SampledOrder | None:
-    """What chooses among the prompts of files by `schedule.sampler`; None for the seeded order of each epoch."""
+    """The order in which `schedule.sampler` draws the prompts of files; None for the seeded order of each epoch."""
     if draws_in_order(section):
         return None
     return SampledOrder(

@@ -418,7 +418,7 @@ class Server:
 
 
 def probe_disk(folder: Path) -> None:
-    """Raises OSError unless `PROBE_BYTES` can be written to the disk of `folder`."""
+    """Check that `PROBE_BYTES` can be written to the disk of `folder`. Raises OSError."""
     path = folder / "probe"
     try:
         with path.open("wb") as file:

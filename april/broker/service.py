@@ -272,8 +272,8 @@ class Service:
                 self.peers.send_control(peer, wire.Stop(self.run.over))
 
     def _check_identity(self, hello: wire.Hello, key_owner: KeyOwner) -> None:
-        """Raises KeyRefused unless the key belongs to this role, and no peer with another key has this process uid or
-        name."""
+        """Check that the key belongs to this role, and that no peer with another key has this process uid or name.
+        Raises KeyRefused."""
         if KEY_OF.get(hello.role, hello.role) != key_owner.role:
             raise KeyRefused(f"the key of {key_owner.name} is a {key_owner.role}'s, not a {hello.role}'s")
         for other in self.peers.by_id.values():

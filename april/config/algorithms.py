@@ -1,4 +1,4 @@
-"""The algorithm of each source of prompts: `[algorithm]`, with the keys of the source's own table over it."""
+"""The algorithm of each source of prompts: `[algorithm]`, overridden by the keys of the source's own table."""
 
 from typing import Any, cast
 
@@ -10,7 +10,8 @@ from april.config.training import AlgorithmSection
 from april.util.errors import refuse
 
 OF_THE_RUN = ("preset", "step_scale", "hint")
-"""Keys of `[algorithm]` that no source has of its own: other sections, the optimizer and the broker go by them."""
+"""Keys of `[algorithm]` that hold for the whole run and that no source may override: other sections, the optimizer and
+the broker depend on them."""
 
 
 def source_algorithms(config: Config) -> dict[int, AlgorithmSection]:
@@ -44,8 +45,8 @@ def response_budget(config: Config, source: int) -> int:
 
 
 def told_of_source(number: int | None, sentence: str) -> str:
-    """A sentence that refuses a key of `[algorithm]`, for the algorithm of the source with this number; None: of the
-    run."""
+    """The `sentence` that refuses a key of `[algorithm]`, preceded by the table of the source with this number;
+    unchanged without a number, for the run's own algorithm."""
     return sentence if number is None else f"[algorithm] of data.sources.{number}: {sentence}"
 
 
@@ -58,14 +59,15 @@ def used_algorithms(config: Config) -> dict[str, AlgorithmSection]:
 
 
 def naming(config: Config, key: str) -> tuple[str, str]:
-    """What a key of `[algorithm]` names, after the whole key, in the first algorithm in use in which it names
-    something; ("", "") if in none. Raises ConfigError."""
+    """(whole key, value) of a key of `[algorithm]` that names a part, in the first algorithm in use that sets it; ("",
+    "") if none does. Raises ConfigError."""
     found = ((f"{table}.{key}", getattr(each, key)) for table, each in used_algorithms(config).items())
     return next((pair for pair in found if pair[1]), ("", ""))
 
 
 def named(config: Config, key: str) -> str:
-    """What `naming` finds, without the whole key."""
+    """Name of the part that a key of `[algorithm]` names in the first algorithm in use that sets it; empty if none
+    does."""
     return naming(config, key)[1]
 
 

@@ -126,7 +126,7 @@ class WeightsSection(Section):
         10.0,
         gt=0,
         description="Longest wait of the learner, in each step, for workers to take new weights (seconds). A slower "
-        "worker gets them later.",
+        "worker gets them later. A high value lets one slow worker hold up training.",
     )
     join_deadline_s: float = Field(
         5.0,
@@ -146,7 +146,8 @@ class WeightsSection(Section):
         le=64,
         description="Most workers in a chain. The learner sends a version to the first, and each forwards to the next "
         "what it receives, while it receives it: the learner's network then carries a copy for each chain instead "
-        "of one for each worker. Workers have to reach each other as they reach the learner.",
+        "of one for each worker. In a long chain a worker that fails delays more of the others; workers have to reach "
+        "each other as they reach the learner.",
     )
     folder: str = Field(
         AUTO,
@@ -190,7 +191,8 @@ class WeightsSection(Section):
     canary: bool = Field(
         True,
         description="Weight check: before a worker gets leases of a version, its engine must score a text of up to "
-        "512 tokens as the learner does. It costs both one forward pass per version, the learner one more per eight.",
+        "512 tokens as the learner does. It costs engine and learner a forward pass of that text in each version, and "
+        "the learner a second one in every eighth.",
     )
 
 

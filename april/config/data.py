@@ -148,9 +148,9 @@ class PromptsSection(HubSection):
 class SourceSection(PromptsSection):
     kind: Literal["prompts", "sft"] = Field(
         "prompts",
-        description="What the rows are: prompts (sampled and trained by [algorithm]), or sft (conversations as `april "
-        "sft` trains them, some beside each batch of samples; [sft] says which of their tokens). Sources of kind sft "
-        "stand last.",
+        description="What the rows are: prompts (sampled and trained by [algorithm]), or sft (conversations, of "
+        "which each batch trains sft_rows beside its samples; sft.train_on says which of their tokens). Sources of "
+        "kind sft stand last.",
     )
     sft_rows: int = Field(
         8,
@@ -348,7 +348,7 @@ class DataSection(HubSection):
 
     @property
     def prompt_options(self) -> dict[str, Any]:
-        """How prompts become tokens, as arguments of `Tokenizer.encode_prompt`."""
+        """Arguments of `Tokenizer.encode_prompt` that say how prompts become tokens."""
         return {"options": self.template_options, "continues": self.continue_final_message, "bos": self.add_bos}
 
     @property

@@ -75,7 +75,7 @@ class HubInput:
 
     @property
     def kinds(self) -> set[str]:
-        """Kinds of input that the repository is, as parts of a run name them."""
+        """Kinds of input that the repository provides: "model", "data", or "data" and "conversations"."""
         if self.repository == "model":
             return {"model"}
         return {"data", "conversations"} if self.get("kind") == "sft" else {"data"}
@@ -207,7 +207,8 @@ class Fetcher:
             named.set(commit=self._resolved[asked])
 
     def _fetch(self, named: HubInput, wanted: str) -> str:
-        """Fetch the files `wanted`; returns words for a model's files that are still to be fetched."""
+        """Fetch the files `wanted`; returns a clause with the size of the model's files that are still to be fetched,
+        empty if there are none."""
         try:
             sizes, known = sizes_of(named)
             if named.repository == "dataset":

@@ -33,8 +33,8 @@ class RewardPartSection(Section):
     verifier: str = Field(
         "",
         description="Verifier whose reward is the value of the part; it takes its time for every response. Empty: the "
-        "value is the detail of the part's name that the verifier reward.name gives, or a penalty if the part is "
-        "called overlong or format, or the reward of reward.name itself if it is called reward.",
+        "value is found by the name of the part. Parts called overlong or format have that penalty, a part called "
+        "reward has the reward of reward.name, and any other the detail of its name that reward.name gives.",
     )
     weight: float = Field(
         1.0,

@@ -27,8 +27,8 @@ class ScheduleSection(Section):
     kind: str = Field(
         "april",
         description="Schedule of generation and training: sync (wait for every response), april (stop a round at N "
-        "groups, resume the rest later), continuous (never stop), or yours as package.module:Class. Later ones "
-        "idle less and train older tokens.",
+        "groups, resume the rest later), continuous (never stop), or yours as package.module:Class. In this order "
+        "they idle less and train older tokens.",
     )
     rollout_batch_size: int = Field(
         32,
@@ -161,7 +161,8 @@ class SamplingSection(Section):
     temperature: float = Field(
         1.0,
         ge=0.01,
-        description="Softmax temperature of training samples, at which the learner computes log-probabilities too.",
+        description="Softmax temperature of training samples, at which the learner computes log-probabilities too. A "
+        "high value samples less likely tokens, and explores more.",
     )
     top_k: int = Field(
         0,

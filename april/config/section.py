@@ -21,14 +21,14 @@ NONE = "none"
 UNSET: tuple[Any, ...] = (None, "", [])
 """Defaults of keys that are unset."""
 OFF: Final = "off"
-"""Value of a key that turns off what April would do without it."""
+"""Value of a key that turns off what April does by default."""
 CONTEXT_TOKENS = 1 << 20
 """Longest prompt, and longest response, that any key admits."""
 NAME_OR_FILE = "a name, or a file where it has an ending"
 """Marker of a text field that holds a path if its value has a suffix, made absolute by `april.config.loading`, and
 otherwise a name."""
 HUB_NAME = "a path, or the name of a repository on a hub"
-"""Marker of a key of a `HubSection` that holds such a name where no file or folder has it."""
+"""Marker of a key of a `HubSection` whose value is a repository's name unless a file or folder of that name exists."""
 
 
 class Section(BaseModel):
@@ -63,8 +63,8 @@ class Section(BaseModel):
 
     @classmethod
     def unset_value(cls, name: str) -> Any:
-        """What an unset key is: None, "" or []; NONE for a key that has a value of its own of that name, or cannot be
-        unset."""
+        """Value of a key that is unset: None, "" or []; NONE for a key that cannot be unset, or for which "none" is an
+        ordinary value."""
         field = cls.model_fields.get(name)
         if field is None or field.is_required():
             return NONE
@@ -83,7 +83,7 @@ class HubSection(Section):
     """
 
     repository: ClassVar[Literal["model", "dataset"]] = "dataset"
-    """Kind of the repositories that are named."""
+    """Kind of the repositories that the section's paths may name."""
     prefixes: ClassVar[tuple[str, ...]] = ("",)
     """Prefixes of the keys `path`, `revision` and `commit`, one for each path."""
 

@@ -256,8 +256,8 @@ class Config(Section):
     def supervised(self) -> "Config":
         """The configuration by which `april sft` trains the same model and data: each row is a group of one sample with
         the advantage 1, the loss is the cross-entropy at temperature 1, and nothing is generated or kept as a sample.
-        Of sources some of which are of kind sft, these are trained. With `data.epochs`, `schedule.max_steps` bounds the
-        run only if it was given."""
+        If some sources are of kind sft, only these are trained. With `data.epochs`, `schedule.max_steps` bounds the run
+        only if it was given."""
         sft, algorithm = self.sft, self.algorithm
         whole_rows = sft.max_tokens if algorithm.normalisation == "constant" else None
         by_epochs = self.data.epochs and "max_steps" not in self.schedule.model_fields_set

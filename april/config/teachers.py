@@ -11,7 +11,7 @@ from april.util.registry import registry_of
 
 TEACHER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HINT_FIELDS = ("prompt", "label", "hint", "feedback")
-"""What `algorithm.hint` may have in braces."""
+"""Fields that `algorithm.hint` may have in braces."""
 
 
 def check_teachers(config: Config) -> None:
@@ -89,8 +89,9 @@ def check_held_teacher(config: Config) -> None:
 
 
 def check_over_top_k(key: str, name: str, imported: bool = False) -> None:
-    """Refuse a divergence that is none over a teacher's top k ids alone, such as the reverse KL, which is least where
-    the policy gives most of its mass to other ids. One of the user's own is looked at if it is `imported`."""
+    """Refuse a divergence that cannot be taken over a teacher's top k ids alone. The reverse KL is one: it is smallest
+    where the policy gives most of its mass to other ids. A user's own divergence is checked only if it is
+    `imported`."""
     registry = registry_of("algorithm.divergence")
     if (imported or name in registry.shipped) and not getattr(registry.find(name), "over_top_k", False):
         fits = registry.names_where(lambda part: getattr(part, "over_top_k", False))
@@ -145,8 +146,8 @@ def held_teacher(config: Config) -> TeacherSection | None:
 
 
 def asks_teacher(config: Config, source: int) -> bool:
-    """Whether samples of a training source, by its number, are for a teacher that scorers ask: where sources have
-    algorithms of their own, if that of the source distils."""
+    """Whether scorers ask a teacher for the samples of a training source, given by its number. If sources have
+    algorithms of their own, they do only where that of the source distils."""
     has_own, algorithm = any(each.algorithm for each in config.data.sources), algorithm_of(config, source)
     return not has_own or bool(algorithm.distillation) or compares_top_k(config, algorithm)
 

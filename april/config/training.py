@@ -115,8 +115,8 @@ class AlgorithmSection(Section):
     entropy_coef: float = Field(
         0.0,
         ge=0,
-        description="Coefficient of the entropy bonus in the loss. Above 0, samples whose advantage is 0 are "
-        "computed too, which takes time.",
+        description="Coefficient of the entropy bonus in the loss. A high value keeps sampling varied, and learns more "
+        "slowly. Above 0, samples whose advantage is 0 are computed too, which takes time.",
     )
     behaviour_coef: float = Field(
         0.3,
@@ -276,11 +276,11 @@ class AlgorithmSection(Section):
     )
     divergence: str = Field(
         "",
-        description="Divergence of the policy from a teacher that the learner holds (teacher.NAME.where = 'learner'), "
-        "or from itself with algorithm.hint, over the whole vocabulary at each token, added to the loss: forward_kl, "
-        "reverse_kl, jensen_shannon, or yours as package.module:function. From a teacher that scorers ask it is over "
-        "the teacher.NAME.top_k ids that it finds most likely: forward_kl, or yours. All samples are computed then. "
-        "Empty: none.",
+        description="Divergence of the policy from a teacher at each token, added to the loss: forward_kl, reverse_kl, "
+        "jensen_shannon, or yours as package.module:function. It is over the whole vocabulary where the learner holds "
+        "the teacher (teacher.NAME.where = 'learner') or the policy teaches itself (algorithm.hint). Where scorers ask "
+        "the teacher it is over the teacher's teacher.NAME.top_k likeliest ids: forward_kl, or yours. All samples are "
+        "computed then, also those whose reward teaches nothing. Empty: none.",
     )
     divergence_coef: float = Field(
         1.0,
@@ -344,7 +344,10 @@ class CriticSection(Section):
         "learning.",
     )
     grad_clip: float = Field(
-        1.0, gt=0, description="Largest gradient norm of the critic; larger gradients are scaled down to it."
+        1.0,
+        gt=0,
+        description="Largest gradient norm of the critic; larger gradients are scaled down to it. A low value slows "
+        "steps with large gradients.",
     )
     warmup_batches: int = Field(
         0,

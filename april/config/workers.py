@@ -158,8 +158,8 @@ class EngineSection(Section):
     pace_factor: float = Field(
         1.0,
         gt=0,
-        description="Seconds that pass for each second of the imitated hardware. A small value has decode steps that "
-        "this machine cannot make in time.",
+        description="Seconds that pass for each second of the imitated hardware. A high value makes the run last "
+        "longer; with a low one this machine cannot make the decode steps in time.",
     )
 
     @field_validator("url", mode="before")

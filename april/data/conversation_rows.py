@@ -43,7 +43,7 @@ class ConversationRows:
         return [(number, row) for number in self.numbers(positions) if (row := self._usable(number)) is not None]
 
     def reasons(self, positions: Iterable[int]) -> list[str]:
-        """Why `at` has left out rows at these positions, of each its reason."""
+        """Reason of each row at these positions that `at` has left out."""
         numbers = self.numbers(positions)
         return [reason for reason, rows in self.left_out.items() for number in numbers if number in rows]
 

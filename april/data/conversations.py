@@ -189,7 +189,7 @@ class ConversationEncoder:
         )
 
     def _marked(self, messages: list[Message], row: DatasetRow) -> tuple[list[int], np.ndarray]:
-        """Ids, and which are the assistant's by the marks in the template."""
+        """(token ids, whether each is trained: bool [T]), by the marks in the template."""
         found = self.tokenizer.inner.apply_chat_template(
             self.tokenizer.for_template(messages), tools=list(row.tools) or None, tokenize=True, return_dict=True,
             return_assistant_tokens_mask=True, **self.options,
@@ -197,7 +197,8 @@ class ConversationEncoder:
         return found["input_ids"], np.asarray(found["assistant_masks"], bool)
 
     def _found(self, messages: list[Message], row: DatasetRow, text: str) -> tuple[list[int], np.ndarray]:
-        """Ids, and which are the assistant's, by where its messages begin and end in the text."""
+        """(token ids, whether each is trained: bool [T]), by where the assistant's messages begin and end in the
+        text."""
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         begins = [self._begin(text, messages, number, row) for number in numbers]
         ids, places = self._tokens(text, begins, numbers)
@@ -266,14 +267,15 @@ class ConversationEncoder:
         return alike(text, printed) if stand_in and printed != text else 0
 
     def _tokens_of(self, beginning: str, ids: list[int]) -> tuple[int, bool]:
-        """Number of first `ids` that the beginning of their text has too, and whether it has no others."""
+        """(number of leading `ids` that tokenising `beginning`, the beginning of their text, also gives; whether it
+        gives no further ones)."""
         found = self.tokenizer.encode_prompt(beginning).tolist()
         count = alike(found, ids)
         return count, count == len(found)
 
 
 def uncertain(number: int) -> BadRow:
-    """The refusal of a row for its message `number`."""
+    """The error for a row in which the tokens of message `number` cannot be told for certain."""
     return BadRow(
         f"the chat template does not print message {number} (role 'assistant') alike with and without what follows, or "
         "the tokeniser joins it with what is around it, so that it is not certain which tokens are its; leave the row "
@@ -282,6 +284,6 @@ def uncertain(number: int) -> BadRow:
 
 
 def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of first elements in which two texts or lists agree."""
+    """Length of the common prefix of two texts or lists."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

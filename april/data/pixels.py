@@ -35,7 +35,8 @@ class PixelReader:
 
     @classmethod
     def of(cls, folder: Path) -> "PixelReader | None":
-        """The reader for a policy's folder; None without settings of an image processor."""
+        """The reader for the images of a policy, given by its folder; None if the folder has no settings of an image
+        processor."""
         settings = processor_config(folder)
         if not settings:
             return None
@@ -82,7 +83,8 @@ def png_of(values: np.ndarray) -> bytes:
 def places_of_images(
     tokens: np.ndarray, token_id: int, counts: Sequence[int], starts: Sequence[int] = ()
 ) -> np.ndarray:
-    """Which tokens stand for images, bool [T]. Any other placeholder token was sampled by the policy, and is text.
+    """Whether each token stands for an image, bool [T]. Any other placeholder token was sampled by the policy, and is
+    text.
 
     `counts`: number of tokens of each image, in order. `starts`: of each image, the index of the first token that may
     be a placeholder of it; empty: 0 for all. An image takes the first placeholders from there on that the image before

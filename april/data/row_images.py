@@ -84,7 +84,7 @@ class _Placement:
         """Number of markers and parts so far that stand for an image of the column."""
 
     def content(self, content: Any) -> Any:
-        """The content of a message with a canonical part for each image; a text without any stays a text."""
+        """The content of a message with a canonical part for each image; a text without images stays a text."""
         if isinstance(content, list):
             return [done for part in content for done in self._part(part)]
         if isinstance(content, str) and self.column and MARKER in content:

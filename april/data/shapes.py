@@ -67,7 +67,7 @@ class CountingTask(NamedTuple):
 
 
 def mask_of(shape: str) -> np.ndarray:
-    """Which pixels of a cell a shape fills, bool [8, 8]."""
+    """Whether a shape fills each pixel of its cell, bool [8, 8]."""
     rows, columns = np.indices((CELL, CELL)) - (CELL - 1) / 2
     if shape == "circle":
         return rows**2 + columns**2 < 3.2**2

@@ -76,7 +76,8 @@ class Tokenizer:
         return self.known(self._expanded(self.encode_prompt(prompt, **options), images), prompt)
 
     def known(self, ids: np.ndarray, of: Any) -> np.ndarray:
-        """Token ids, int32 [P], as they are; raises BadRow for a token of `of` that the model has no embedding for."""
+        """The `ids` of the prompt `of`, int32 [P], unchanged. Raises BadRow for one that the model has no embedding
+        for."""
         if self._embeddings and len(ids) and (beyond := int(ids.max())) >= self._embeddings:
             raise BadRow(
                 f"token {self.inner.convert_ids_to_tokens(beyond)!r} of {excerpt(of)} has id {beyond}, and the "
@@ -103,8 +104,8 @@ class Tokenizer:
 
     @cached_property
     def image_rule(self) -> ImageRule | None:
-        """How the policy takes images; None if it takes none. Raises ConfigError for an image processor that April does
-        not know."""
+        """Rule by which the policy takes images; None if it takes none. Raises ConfigError for an image processor that
+        April does not know."""
         return ImageRule.of(self.path)
 
     @cached_property

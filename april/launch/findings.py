@@ -38,6 +38,6 @@ class Findings:
         return [f"{label:{LABEL_WIDTH}}{text}".replace("\n", indent) for label, text in self.facts.items() if text]
 
     def refuse(self) -> None:
-        """Raises ConfigError with the first error, if there is one."""
+        """Raise ConfigError with the first error, if there is one."""
         if self.errors:
             raise ConfigError(self.errors[0])

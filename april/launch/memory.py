@@ -44,7 +44,8 @@ class ModelShape:
     """Activation bytes per token and layer kept for the backward pass: bfloat16, but float32 inside norms. By 9 % more
     than an H200 needed for 1.7 billion parameters."""
     compiled_bytes: int
-    """The same with `learner.compile`: the inputs of matrix products, norms, rotation, gate and attention, bfloat16."""
+    """Activation bytes per token and layer with `learner.compile`: the inputs of matrix products, norms, rotation, gate
+    and attention, bfloat16."""
     head: int
     """Parameters of the output projection."""
 

@@ -62,7 +62,7 @@ class Packing:
         attention by window."""
 
     def alone(self) -> "Packing":
-        """The same row for a rank that sees all of its tokens."""
+        """The packing of the same row without an exchange, for a rank that sees all of the row's tokens."""
         if "alone" not in self.made:
             self.made["alone"] = Packing(self.seq_lens, self.cu_seq_lens)
         return self.made["alone"]
@@ -91,7 +91,7 @@ class Variant:
 
     @property
     def is_written_out(self) -> bool:
-        """Whether PyTorch's own attention cannot compute it, but for its window."""
+        """Whether the scores have to be written out: PyTorch's own attention has no soft cap, sinks or bias."""
         return self.softcap is not None or self.sinks is not None or self.bias is not None
 
     @property

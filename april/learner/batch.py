@@ -72,8 +72,8 @@ class TrainSample:
     images: tuple[bytes, ...] = ()
     """The images of the tokens as PNG files (`april.data.images`), in the order of their placeholders."""
     image_starts: tuple[int, ...] = ()
-    """Of each image, the index of the first token that may be a placeholder of it; empty: 0 for all. An image takes the
-    first placeholders from there on that the image before it has left. All others were sampled, and are text."""
+    """Index, for each image, of the first token that may be its placeholder; empty: 0 for all. An image takes the first
+    placeholders from there on that the image before it has left. All others were sampled, and are text."""
     token_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Named columns that a scorer gave beside the reward, float32 [R], or [R, W] for W numbers of each token; 0 for
     observations."""
@@ -190,16 +190,16 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     images: list[bytes] = []
     """The different images of the batch, as PNG files."""
     image_numbers: list[list[int]] = []
-    """Of each row, the numbers of its images in `images`; empty if no row has any."""
+    """Indices in `images` of the images of each row; empty if no row has any."""
     image_starts: list[tuple[int, ...]] = []
-    """Of each row, the starts of its images; empty if no row has any."""
+    """Values of `image_starts` of each row's sample; empty if no row has any."""
     token_scores: dict[str, bytes] = {}
     """Token scores of all response tokens by name, float32, as many for each as the row with most has; NaN for those
     that a row lacks."""
     hinted: list[bytes] = []
-    """Of each row, the token ids of the prompt with its hint, int32; empty if no row has any."""
+    """Token ids of each row's prompt with its hint, int32; empty if no row has any."""
     sources: list[int] = []
-    """Of each row, the number of its source; empty if all are 0."""
+    """Number of each row's source; empty if all are 0."""
     conversations: bytes = b""
     """The rows of conversations, encoded as a batch of one group; empty if there are none."""
     left_out: dict[str, int] = {}

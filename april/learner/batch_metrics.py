@@ -20,8 +20,8 @@ BY_SOURCE = ("reward", "samples", "tokens", "groups", "zero_spread_groups", "gra
 def batch_metrics(
     groups: Sequence[list[TrainSample]], with_gradient: Collection[int], turn_reward: str = ""
 ) -> dict[str, float]:
-    """`with_gradient`: numbers of the groups with a row that has a gradient; `turn_reward`: the token score that is the
-    reward of turns, if there is one."""
+    """Rewards, tokens, groups and versions of a batch, by metric name. `with_gradient`: numbers of the groups with a
+    row that has a gradient; `turn_reward`: the token score that is the reward of turns, if there is one."""
     samples = [sample for group in groups for sample in group]
     forks = [group_forks(group) for group in groups]
     rewards = [[rows[0].reward for rows in group] for group in forks]

@@ -122,7 +122,8 @@ class ConversationLoss:
         return [self.packed([samples[i] for i in row[self.ranks.rank]], tokens) for row in planned]
 
     def packed(self, samples: list[TrainSample], tokens: np.ndarray) -> ConversationMicroBatch:
-        """`tokens`: trained tokens of each source in the optimizer step."""
+        """Pack samples into a micro-batch, whose loss is weighted by source. `tokens`: trained tokens of each source in
+        the optimizer step, over all ranks."""
         packed = replace(pack(samples, self.device), temperature=1.0)
         sources = np.repeat([sample.source for sample in samples], [sample.sampled_tokens for sample in samples])
         weights = [self.weights[source] / tokens[source] for source in sources.tolist()]

@@ -13,7 +13,8 @@ from april.learner.packing import PackedSupport
 LOGITS_PER_CHUNK = 2**24
 """Most logits that the head computes at once on a CPU (64 MiB in fp32); more tokens are scored in chunks."""
 LOGITS_PER_ACCELERATOR_CHUNK = 2**27
-"""The same on an accelerator (512 MiB), whose matrix units want many rows; counted in `april/launch/memory.py`."""
+"""Most logits that the head computes at once on an accelerator (512 MiB in fp32), whose matrix units want many rows;
+counted in `april/launch/memory.py`."""
 ROWS_OF_CHUNK = 128
 """The tokens of an accelerator's chunk are a multiple of this: whole tiles of its matrix products."""
 GROUPED_BYTES = 16

@@ -33,7 +33,7 @@ class TopIds(NamedTuple):
     ids: Tensor
     """Token ids, int64 [K, k]."""
     logprobs: Tensor
-    """Their log-probabilities under the teacher, [K, k]."""
+    """Log-probabilities of the same ids under the teacher, [K, k]."""
 
 
 @dataclass(frozen=True, eq=False)

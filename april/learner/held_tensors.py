@@ -1,4 +1,4 @@
-"""How the ranks hold a tensor of the model, and which of its values each of them gives to another one.
+"""How the ranks hold a tensor of the model, and which of its values each rank sends to another.
 
 held = HeldTensor.of(parameter)
 span = held.span(first, end, rank, owner)       # what `rank` gives `owner` of the values from `first` to `end`
@@ -44,8 +44,8 @@ def copies_on(mesh: DeviceMesh, is_divided: bool) -> Copies:
 
 @cache
 def places(copies: Copies, owner: int) -> dict[int, int]:
-    """Rank -> the place of its part, for the ranks of the copy from which `owner` has its values: the one in which it
-    has a part, or another if it has none."""
+    """Index of each rank's part, by rank, in the copy from which `owner` gets its values: the copy of which `owner`
+    holds a part, or another one if it holds none."""
     own = (copy for copy in copies.ranks if owner in copy)
     copy = next(own, copies.ranks[owner % len(copies.ranks)])
     return {rank: place for place, rank in enumerate(copy)}
@@ -53,15 +53,15 @@ def places(copies: Copies, owner: int) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive ones of the values that a rank holds, and their place among those of whole rows, or of part of a row,
-    that another rank wants."""
+    """Consecutive values of a tensor that one rank sends to another: their range among all values that the sender
+    holds, and their rows and columns in the piece (whole rows, or a part of one row) that the receiver gathers."""
 
     first: int
     """Index of the first value among all that the rank holds."""
     end: int
     rows: int
     columns: slice
-    """Their place in each row."""
+    """Columns of the values in each row of the piece."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +108,8 @@ class HeldTensor:
         return -(-self.shape[self.dim] // parts) * math.prod(self.shape[self.dim + 1 :]) if self.shape else 1, self.row
 
     def span(self, first: int, end: int, rank: int, owner: int) -> Span | None:
-        """What `rank` gives `owner` of the values from `first` to `end` (exclusive), which are part of a row or whole
-        rows. None if that is nothing."""
+        """The span that `rank` sends to `owner` of the values from `first` to `end` (exclusive), which are a part of a
+        row or whole rows; None if it sends none."""
         ranks = places(self.copies, owner)
         if rank not in ranks:
             return None

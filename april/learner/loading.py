@@ -324,7 +324,7 @@ def read_tensors(
 
 @dataclass(frozen=True)
 class FileTensor:
-    """What a tensor of Hugging Face files is in the model: consecutive values of one of its tensors."""
+    """Counterpart in the model of a tensor of Hugging Face files: consecutive values of one of the model's tensors."""
 
     source: str
     """Name of the model's tensor."""

@@ -214,7 +214,8 @@ def leave_together(broker: BrokerTalk, store: Any, options: argparse.Namespace, 
 def wait_for(
     is_so: Callable[[], Any], broker: BrokerTalk, deadline: float, lacking: list[int] | Callable[[], list[int]]
 ) -> None:
-    """Raises TimeoutError, which names the machines that are `lacking`, and the error that the broker's thread met."""
+    """Wait until `is_so()` is true. Raises TimeoutError at the `deadline` (monotonic seconds), which names the machines
+    that are `lacking`, and the error that the broker's thread met."""
     began = time.monotonic()
     while not is_so():
         if broker.error:

@@ -168,7 +168,7 @@ class ScoringPass:
     phase: str
     """Metric that counts the pass's seconds."""
     activity: str
-    """What the learner does meanwhile, as reported by its signs of life."""
+    """Activity of the learner during the pass, as its heartbeats report it."""
 
 
 class Objective:

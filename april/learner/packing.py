@@ -73,17 +73,17 @@ def assign_to_bins(
 
 
 def input_tokens(sample: TrainSample) -> int:
-    """Input tokens of a sample: all but its last token, which predicts nothing."""
+    """Number of input tokens of a sample: all but its last token, which predicts nothing."""
     return len(sample.tokens) - 1
 
 
 def seen_by_teacher(sample: TrainSample) -> int:
-    """Input tokens of a teacher's pass: with the sample's hint, if it has one."""
+    """Number of input tokens of a teacher's pass over a sample, with its hint if it has one."""
     return input_tokens(sample) + (len(sample.hinted_prompt) - sample.prompt_tokens if len(sample.hinted_prompt) else 0)
 
 
 def longest_input(sample: TrainSample) -> int:
-    """Input tokens of the longer of a sample's passes, without its hint and with it."""
+    """Number of input tokens of the longer of a sample's two passes, without and with its hint."""
     return max(input_tokens(sample), seen_by_teacher(sample))
 
 
@@ -117,7 +117,8 @@ class PackedSupport:
         return PackedSupport(self.ids[ends[0] : ends[-1]], self.counts[rows], ends - ends[0], self.positions[rows])
 
     def columns(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Ids of the targets `rows`, int64 [n, W] padded with 0, and bool [n, W]: which entries are ids."""
+        """(ids in the supports of targets `rows`, int64 [n, W], padded with 0; a mask, bool [n, W], which is False in
+        the padding)."""
         ends = self.ends[rows.start : rows.stop + 1]
         inside = torch.arange(int(np.diff(ends).max()), device=self.ids.device) < self.counts[rows, None]
         ids = self.ids[ends[0] : ends[-1]].long()
@@ -126,7 +127,7 @@ class PackedSupport:
 
 @dataclass(frozen=True, eq=False)
 class HeadInputs:
-    """What a head computes the logits z of K targets from: z = hidden weight^T / divisor, or with a soft cap
+    """Inputs from which a head computes the logits z of K targets: z = hidden weight^T / divisor, or with a soft cap
     cap tanh(z / cap)."""
 
     hidden: Tensor
@@ -160,9 +161,9 @@ class MicroBatch:
     images: PackedImages | None = None
     """Images of the sequences; None if those of no rank have any."""
     hinted: "MicroBatch | None" = None
-    """The same targets, after prompts with hints; None without hints."""
+    """Micro-batch of the same targets after prompts with hints; None without hints."""
     has_hint: Tensor | None = None
-    """Which targets have a hint in `hinted`, bool [K]; None without hints."""
+    """Whether each target has a hint in `hinted`, bool [K]; None without hints."""
     divergence: Callable[[HeadInputs], Tensor] | None = None
     """Divergence of the policy from a teacher at each target, float32 [K]; None without a teacher."""
     temperature: float | None = None

@@ -207,7 +207,7 @@ def keep_picture(folder: Path, png: bytes) -> str:
 
 
 def without_held_out(path: Path) -> Any:
-    """The rows of a Parquet file without those of an evaluation that came before, as after a restart."""
+    """The rows of a Parquet file without held-out ones, which a restarted broker sends again with their evaluation."""
     import pyarrow.compute as compute
     import pyarrow.parquet as parquet
 

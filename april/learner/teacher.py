@@ -59,9 +59,9 @@ class Teacher:
     def shown(
         self, micros: Iterable[tuple[MicroBatch, Divergence | None]], seconds: Seconds = untimed
     ) -> Iterator[MicroBatch]:
-        """Micro-batches, each given with how it is compared (None: not at all), with the divergence from the teacher,
-        whose pass comes just before. The weights stay the same meanwhile, so the teacher's head is copied once.
-        Collective."""
+        """Yield each micro-batch with its divergence from the teacher, whose pass runs just before. `micros`:
+        (micro-batch, divergence to compute; None: none). The weights stay the same meanwhile, so the teacher's head is
+        copied once. Collective."""
         head = None
         for micro, divergence in micros:
             if divergence is None:

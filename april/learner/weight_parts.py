@@ -54,7 +54,7 @@ class WeightTensor:
 
     @classmethod
     def whole(cls, name: str, held: HeldTensor) -> Self:
-        """A tensor that files have as the model has it."""
+        """The weight `name` of files that is the whole of the model's tensor `held`."""
         return cls(name, held, 0, held.shape)
 
     @property
@@ -71,8 +71,8 @@ class DivisibleWeights:
         self.in_files = cache(self.find_in_files)
 
     def tensors(self, held: Iterable[tuple[str, HeldTensor | None]]) -> list[WeightTensor] | None:
-        """`held`: the model's parameters as the ranks hold them. None if one of them is None, or files do not have
-        consecutive values of the model's tensors."""
+        """The weights of `held`, the model's parameters as the ranks hold them, and of its buffers. None if one of them
+        is None, or files do not have consecutive values of the model's tensors."""
         of_buffers = ((name, HeldTensor.of(buffer)) for name, buffer in persistent_buffers(self.lm))
         named = dict(chain(held, of_buffers))
         known = {name: tensor for name, tensor in named.items() if tensor}
@@ -82,8 +82,8 @@ class DivisibleWeights:
         return [WeightTensor(name, known[each.source], each.first, each.shape) for name, each in found.items()]
 
     def find_in_files(self, names: tuple[str, ...]) -> dict[str, FileTensor] | None:
-        """Where in the model's tensors of these names those of files lie: the same for all versions, and for thousands
-        of experts a second's work."""
+        """Range of each tensor of files within the model's tensors `names`, by its name in files. It is the same for
+        all versions, and takes a second for thousands of experts."""
         tensors = dict(chain(self.lm.named_parameters(), persistent_buffers(self.lm)))
         shapes = {name: torch.Size(shape_in_files(self.lm, name, tensors[name])) for name in names}
         return tensors_in_files(self.lm, shapes)

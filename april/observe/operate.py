@@ -84,7 +84,8 @@ class RunAddress:
         return path.read_text()
 
     def _check_run(self, run: str, address: str) -> None:
-        """Raises BrokerUnreachable if another run's broker answers: it may have taken the port of a killed one."""
+        """Check that it is the run's own broker that answers: another run's may have taken the port of a killed one.
+        Raises BrokerUnreachable."""
         own = self._config().get("run", {}).get("name", run)
         if run != own:
             raise BrokerUnreachable(

@@ -266,11 +266,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Types of rotary positions that depend on the longest position of what is computed together."""
+"""Types of rotary positions whose frequencies depend on the longest sequence of a batch."""
 
 
 def length_dependent_positions(config: Any) -> str:
-    """The first of those types that a model's config.json names, at any depth; empty if it names none."""
+    """The first type of LENGTH_DEPENDENT that a model's config.json names, at any depth; empty if it names none."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if key in ("rope_type", "type") and value in LENGTH_DEPENDENT:
             return str(value)

@@ -133,10 +133,10 @@ class TokenScored(Scored, tag=True, array_like=True, frozen=True, forbid_unknown
     with the last."""
 
     columns: list[dict[Name, Number]] = []
-    """For each response: name of each token score -> how many values it has, in the order of the values. As many as the
-    response has tokens, those of observations included, or a multiple of that, token by token; or as many as the policy
-    has taken turns in it. Of agents' sessions for each of the grant's `forks`, for its tokens from the first that the
-    policy sampled on."""
+    """Number of values of each token score, by its name and in the order of the values; one mapping for each response.
+    As many as the response has tokens, those of observations included, or a multiple of that, token by token; or as
+    many as the policy has taken turns in it. Of agents' sessions for each of the grant's `forks`, for its tokens from
+    the first that the policy sampled on."""
     start: Number = 0
     """Number of its values that came before, in the reports just before this one."""
     feedback: list[str] = []

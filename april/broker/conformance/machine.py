@@ -171,7 +171,7 @@ class ScheduleMachine(Invariants):
                 assert self.ledger.leases.generating <= kind.samples_in_flight(self.section)
 
     def choose(self, version, share_left):
-        """The next sample for a worker under `version`; None if none waits. `share_left`: it may evaluate, too."""
+        """The next sample for a worker under `version`, or None. `share_left`: held-out samples may come first."""
         return choose_sample(self.schedule, self.ledger, version, share_left)
 
     @rule(data=st.data(), count=st.integers(1, RESPONSE_BUDGET), ends=st.booleans())

@@ -181,8 +181,8 @@ class TokensScored(Event):
 
     lease_id: int
     columns: list[dict[str, int]]
-    """For each response of the lease, of sessions for each fork in which the policy has sampled tokens: name of each
-    token score -> how many values it has, in order of the values."""
+    """Number of values of each token score, by its name and in the order of the values: one mapping for each response
+    of the lease, or for sessions for each fork in which the policy has sampled tokens."""
     feedback: list[str] = []
     """For each response, the text that its verifier gave beside the reward, or ""; empty if no response has any."""
 

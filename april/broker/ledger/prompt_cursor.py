@@ -1,4 +1,4 @@
-"""Which of a run's prompts have been drawn, and which a trainer has submitted."""
+"""The position in the order of a run's prompts, and the prompts that a trainer has submitted."""
 
 from typing import Any
 

@@ -1,8 +1,5 @@
 """Results of the groups drawn so far, by row of the dataset, for samplers of prompts. Only the ledger's events change
-them, so that a journal, or a snapshot, rebuilds them exactly.
-
-Only the ledger's events change it, so that a journal, or a snapshot, rebuilds it exactly.
-"""
+them, so that a journal, or a snapshot, rebuilds them exactly."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -27,7 +24,7 @@ class RowTallies:
     """
 
     def __init__(self, stored: Iterable[Any] = (0, 0, b"", b"", b"", b"")):
-        """`stored`: what iterating over other tallies gives."""
+        """`stored`: the values that iterating over other tallies yields, as a snapshot stores them."""
         draws, results, last, known, accuracy, spread = stored
         self.draws: int = draws
         """Number of draws so far."""

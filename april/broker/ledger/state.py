@@ -215,7 +215,8 @@ class LedgerState:
         return step <= self.steps.frontier and incarnation <= max(0, self.learner.incarnation)
 
     def may_evaluate(self, version: Version) -> bool:
-        """Whether the evaluation of `version.step` is, or may become, one of `version`: the first token decides."""
+        """Whether tokens of `version` count in the evaluation of its step. The evaluation is of one version, that of
+        its first token; before that token any version of the step counts."""
         return self.evaluated_versions.get(version.step, version) == version
 
     @property

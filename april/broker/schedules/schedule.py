@@ -24,7 +24,7 @@ LEDGER_ATTRIBUTES = frozenset((
     "rules", "steps", "rounds", "ready", "account", "leases", "bound", "queue", "open_groups", "next_prompt", "push",
     "start_round", "end_round", "open_group", "discard", "choose_batch", "deliver",
 ))  # fmt: skip
-"""What a schedule may use of the ledger; `docs/extending.md` says what each of them is for."""
+"""Attributes of the ledger that a schedule may use; `docs/extending.md` says what each of them is for."""
 ROUNDS_WITHOUT_BATCH = 50
 """Most rounds in a row that may end without a batch while no message is handled."""
 

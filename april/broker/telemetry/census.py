@@ -126,8 +126,8 @@ class SlotMeans:
         self.waiting += waiting
 
     def means(self) -> dict[str, float]:
-        """`busy`: share of slots in use; `slots`: their number; `waiting`: samples that waited for one; `looks`: number
-        of measurements in these means."""
+        """Means of the measurements so far. `busy`: share of slots in use; `slots`: their number; `waiting`: samples
+        that waited for one; `looks`: number of measurements in these means."""
         looks = max(1, self.looks)
         busy = self.busy / self.slots if self.slots else 0.0
         return {

@@ -31,7 +31,7 @@ FIRST_LINES = 10
 yet."""
 
 SFT_COUNTS = ("rows", "tokens", "too_long", "bad_rows")
-"""What is counted of conversations; the learner reports it as sft_NAME."""
+"""Names of the counts of conversations; the learner reports each as sft_NAME."""
 
 LineCheck = tuple[int, int]
 """(length of a line in bytes, crc32 of the line)."""

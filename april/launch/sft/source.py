@@ -142,7 +142,7 @@ class ConversationSource:
 
 
 def checked_order(config: Config, book: ConversationBook, checkpoint_step: int) -> dict[str, Any]:
-    """What determines the batches of a run and their loss, for `ORDER_FILE`.
+    """Everything that determines the batches of a run and their loss, as stored in `ORDER_FILE`.
 
     A run that goes on from weights `checkpoint_step` > 0 has to be the one that it began as. Raises ConfigError if it
     has other rows, tokens or another loss, or if its last batch was smaller than others for want of rows, and there are

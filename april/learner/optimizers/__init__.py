@@ -22,7 +22,7 @@ OPTIMIZERS = Registry(
 DEFAULT = "adamw"
 """Optimizer of every run whose checkpoints name none."""
 SMALLER = {"adamw": "adamw_8bit"}
-"""Optimizer that does the same with less memory."""
+"""Variant of an optimizer that keeps its moments in less memory, by the optimizer's name."""
 WHOLE_MATRICES = ("muon",)
 """Optimizers that take whole matrices, and cannot step shards on the host."""
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}

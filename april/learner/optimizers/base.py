@@ -89,7 +89,7 @@ class ShardOptimizer(PartOptimizer):
 
     @abstractmethod
     def build(self, shards: Iterable[nn.Parameter], lr: float, section: LearnerSection) -> torch.optim.Optimizer:
-        """The inner optimizer."""
+        """Make the inner optimizer, which steps this rank's `shards` as ordinary tensors."""
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -142,7 +142,7 @@ class ShardOptimizer(PartOptimizer):
         return (local(tensor).cpu() if self.on_host else local(tensor)).float()
 
     def _release(self) -> None:
-        """Hold no weights and gradients between two steps."""
+        """Drop the shards' copies of weights and gradients, so that none are held between two steps."""
         for shard in self.shards.values():
             shard.data, shard.grad = shard.data.new_empty(0), None
 

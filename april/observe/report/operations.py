@@ -89,7 +89,7 @@ STATE_STYLE = {"finished": "bold green", "failed": "bold red"}
 
 
 def render_status(run: RunFolder) -> RenderableType:
-    """The table that `april status` prints and that ends a run."""
+    """The status table of a run folder, printed by `april status`, and by `april run` at its end."""
     state_style = STATE_STYLE.get(run.state, "bold yellow")
     title = Text.assemble(("run ", "dim"), (run.name, "bold"), "  ", (run.state, state_style))
     rows = Table.grid(padding=(0, 2))

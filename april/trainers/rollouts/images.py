@@ -16,7 +16,7 @@ from april.util.errors import refuse
 from april.workers.engines import ENGINES
 
 WORKING_FOLDER = Path()
-"""Where paths of images begin."""
+"""Folder from which relative paths of images are resolved."""
 
 
 class PromptImages:
@@ -29,7 +29,7 @@ class PromptImages:
     """
 
     def __init__(self, config: Config, tokenizer: Callable[[], Tokenizer]):
-        """`tokenizer`: gives that of the policy, once there is an image."""
+        """`tokenizer`: function that loads the policy's tokeniser, called once there is an image."""
         self._config, self._tokenizer = config, tokenizer
         self._files: dict[str, bytes] = {}
         """Bytes of the images that are no files, by their sha256."""

@@ -72,8 +72,8 @@ class PromptEncoder:
         self._config, self._keeps_files = config, keeps_files
 
     def encode(self, prompts: Iterable[Prompt]) -> list[EncodedPrompt]:
-        """Raises ValueError, BadRow included, for a prompt that cannot be used, and ConfigError for images that the run
-        does not take."""
+        """Encode prompts. Raises ValueError, BadRow included, for a prompt that cannot be used, and ConfigError for
+        images that the run does not take."""
         images = PromptImages(self._config, lambda: self._tokenizer)
         placed = [(prompt, *place(prompt, images)) for prompt in prompts]
         images.prepare()
@@ -87,7 +87,7 @@ class PromptEncoder:
         return Tokenizer(self._config.model.path)
 
     def _encode(self, prompt: Prompt, said: PromptText, images: list[PreparedImage]) -> EncodedPrompt:
-        """`said`: the prompt with a canonical part for each of its `images`."""
+        """Encode one prompt. `said`: the prompt with a canonical part for each of its `images`."""
         longest, lengths = self._config.longest_prompt_tokens, [image.tokens for image in images]
         if is_said(said):
             ids = self._tokenizer.encode_row(said, lengths, **self._config.data.prompt_options)

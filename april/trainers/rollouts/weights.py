@@ -68,7 +68,8 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 Score: TypeAlias = Callable[[np.ndarray], Sequence[float]]
-"""From ids, int32 [T], the log-probability of each but the first given those before it, at temperature 1: [T - 1]."""
+"""Function ids, int32 [T] -> log-probability of each id but the first given the ids before it, at temperature 1, [T -
+1]."""
 
 
 def canary_from_score(score: Score, config: Config) -> Canary:

@@ -44,7 +44,7 @@ ROUNDING: Mapping[str, float] = {"float32": 4e-5, "float16": 0.02, "bfloat16": 0
 """Expected mean difference by rounding between learner and engine in a canary token's log-probability, by data type
 (nats). For the types of 16 bits the learner's own measurement takes its place where there is one."""
 OTHER_ROUNDING = 0.24
-"""The same for any other type (8 bits and fewer), nats."""
+"""Expected mean difference by rounding for any other type (8 bits and fewer), nats."""
 MIN_ROUNDING_16 = 1e-4
 """Least rounding that is expected of a type of 16 bits, nats."""
 
@@ -96,8 +96,8 @@ class WeightCheck:
         """Canary score from which movement is measured: that of the newest version that moved beyond the noise."""
 
     def judge(self, staged: StagedWeights, canary: Canary, scored: np.ndarray, dtype: str) -> None:
-        """Check `scored`, float32 [T - 1], the engine's log-probabilities of the canary's first T tokens, computed in
-        `dtype`. Raises WrongWeights."""
+        """Compare the engine's log-probabilities of the canary's first T tokens, `scored`, float32 [T - 1], computed in
+        `dtype`, with the learner's. Raises WrongWeights if they differ by more than rounding explains."""
         rounding, tokens = expected_rounding(canary, dtype), canary.tokens[: len(scored) + 1]
         published = np.array(canary.logprobs[: len(scored)])
         score = CanaryScore(tokens, published, np.asarray(scored, np.float64), staged.digest, rounding)
@@ -273,7 +273,7 @@ class WeightLoader:
         return loading
 
     def _check_weights(self, staged: StagedWeights) -> None:
-        """Raises WrongWeights if the check fails, after discarding the engine's weights."""
+        """Check the engine's weights, and discard them if the check fails. Raises WrongWeights then."""
         check, canary = self.weight_check, self.canary_of(staged)
         if not (check and canary):
             return

@@ -208,7 +208,7 @@ def caught(node):
 
 
 def compiled(source, name):
-    """Code of tests, in which StopCatcher has been at work."""
+    """Compiled code of tests, as StopCatcher has rewritten them."""
     if not any(kind in source for kind in NAMES_OF_STOPS):
         return compile(source, name, "exec")
     return compile(ast.fix_missing_locations(StopCatcher().visit(ast.parse(source))), name, "exec")

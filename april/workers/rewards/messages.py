@@ -103,7 +103,7 @@ class Score(msgspec.Struct, array_like=True, frozen=True, tag=True):
     feedback: str = ""
     """Text that a verifier gives beside the reward; "" for none."""
     forks: list[dict[str, bytes]] = []
-    """Of an agent's session: the columns of each fork that a teacher has scored, in place of `token_scores`."""
+    """For an agent's session, in place of `token_scores`: the columns of each fork that a teacher has scored."""
 
 
 class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -112,7 +112,7 @@ class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
     key: int
     scores: list[Score]
     forks: list[dict[str, bytes]] = []
-    """Of agents' sessions: the columns of each fork that a teacher has scored, session by session."""
+    """For agents' sessions: the columns of each fork that a teacher has scored, session by session."""
 
 
 def feedback_in(given: Mapping[str, Any]) -> str:

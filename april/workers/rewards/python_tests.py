@@ -1,6 +1,6 @@
-"""What the syntax tree of Python tests says about them, decided before a program runs.
+"""Analysis of Python tests by their syntax tree, before a program runs.
 
-It says which tests there are, which names are the program's, and whether anything is asserted about the program. Tests
+It finds which tests there are, which names are the program's, and whether anything is asserted about the program. Tests
 that cannot be used are a ValueError that names their shape.
 """
 
@@ -88,7 +88,8 @@ UNREACHABLE = {"capsys", "monkeypatch", "mocker", "tmp_path", "patch", "redirect
 
 
 def plan_of(source: str, prompt: Any = None, entry_point: str = "", owner: str = "") -> LabelPlan:
-    """What a judge is told about Python tests. `owner`: the program's class whose method they test, if they test one.
+    """The plan that tells a judge how to run Python tests. `owner`: the program's class whose method they test, if they
+    test one.
 
     Raises ValueError if they cannot be run, or assert nothing.
     """

@@ -245,7 +245,8 @@ def of_unit(value: str, unit: str) -> Measured:
 
 
 def size_of(unit: str, dimension: Counter[str], exponent: int) -> Fraction:
-    """Size in base units of a unit to a power, whose quantities are added to the dimension. Raises KeyError."""
+    """Size in base units of `unit` to the power `exponent`; adds the exponents of the unit's quantities to `dimension`.
+    Raises KeyError for an unknown unit."""
     size, name = UNITS[unit]
     for base, each in DERIVED.get(name, {name: 1}).items():
         dimension[base] += each * exponent

@@ -198,10 +198,10 @@ class Layer:
 
 
 class PrefillRows(Protocol):
-    """Where a prefill's keys and values are stored, and what its queries attend to."""
+    """Cache rows of a prefill: they store its keys and values, and its queries attend to them."""
 
     def store(self, layer: int, heads: Tensor) -> None:
-        """`heads`: [T, 2 * kv_heads, head_dim], rotated keys, and values."""
+        """Store keys and values. `heads`: [T, 2 * kv_heads, head_dim], rotated keys, then values."""
 
     def attend(self, layer: int, heads: Tensor) -> Tensor:
         """Store keys and values, and attend causally. `heads`: [T, heads + 2 * kv_heads, head_dim]; returns

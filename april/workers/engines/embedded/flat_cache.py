@@ -115,7 +115,8 @@ class Rows:
 
     @cached_property
     def shared_starts(self) -> Tensor:
-        """int32 [rows + 1]: `query_starts` where the heads that share a key head are queries of one head."""
+        """Cumulative number of queries, int32 [rows + 1], if the query heads that share a key head count as further
+        queries of one head."""
         return self.query_starts * (self.shape.heads // self.shape.kv_heads)
 
     def store(self, layer: int, heads: Tensor) -> None:

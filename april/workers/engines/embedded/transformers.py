@@ -286,7 +286,7 @@ class ImageInputs:
 
     @classmethod
     def of(cls, folder: Path, config: PreTrainedConfig) -> "ImageInputs | None":
-        """For the model of a folder; None if it takes no images."""
+        """The maker of image inputs for the model of a folder; None if the model takes no images."""
         takes_any = hasattr(config, "image_token_id") and hasattr(config, "vision_config")
         reader = PixelReader.of(folder) if takes_any else None
         return cls(reader, config.image_token_id) if reader else None

@@ -79,7 +79,7 @@ class ServerRequests:
 
     @cached_property
     def _image_tokens(self) -> ImageTokens | None:
-        """How the model takes images; None if it takes none."""
+        """Rule by which the model takes images; None if it takes none."""
         return ImageTokens.of(self.model_path)
 
     def images_of(self, request: Request) -> SentImages | None:

@@ -39,7 +39,8 @@ class SharedWeights:
         """Whether what a server lacks is on its way, or nothing was published yet."""
 
     def takers(self, version: Version) -> "list[ServerShare]":
-        """The shares that are to take `version`, which the source has staged; none while not all can."""
+        """Shares of the servers that are to take `version`, which the source has staged. Servers that receive as one
+        group take it all together: empty until each of them can."""
         if self._members is None:
             return [share for share in self.shares if share.up() and version not in (share.held, share.loading)]
         members = [self.shares[index] for index in self._members()]
@@ -155,7 +156,7 @@ class ServerShare(WeightSource):
 
 
 class ServerBarrier:
-    """Has the servers of one group go on only when all of them are as far."""
+    """A barrier for the servers of one group: each waits in `meet` until all have reached it."""
 
     def __init__(self, count: int, patience_s: float, post: Callable[[], None]):
         """`post`: tells the learner that all of the `count` servers are ready for the next part."""
@@ -166,7 +167,8 @@ class ServerBarrier:
         self._posted = 0
 
     async def meet(self) -> None:
-        """Wait until all servers have come. Raises EngineError once one of them has failed, or has not come in time."""
+        """Wait until all servers have reached the barrier. Raises EngineError once one of them has failed, or has not
+        reached it within `patience_s`."""
         if self.has_failed:
             raise EngineError(self._why)
         own = asyncio.get_running_loop().create_future()
@@ -183,13 +185,13 @@ class ServerBarrier:
             raise EngineError(self._why) from None
 
     def post(self) -> None:
-        """Tell the learner, when called for the last server."""
+        """Count a server as ready for the next part, and tell the learner once all are."""
         self._posted += 1
         if self._posted % self.count == 0:
             self._post()
 
     def fail(self, why: str) -> None:
-        """Have those that wait, and those that come, raise EngineError."""
+        """Break the barrier: servers that wait at it, or reach it later, raise EngineError."""
         self.has_failed, self._why = True, self._why or why
         waiting, self._waiting = self._waiting, []
         for each in waiting:

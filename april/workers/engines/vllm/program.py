@@ -73,7 +73,8 @@ class WeightsInPlace:
         self.compare_with(folder)
 
     def compare_with(self, folder: str) -> None:
-        """Raises ValueError for parameters with other values than the folder's tensors have in the parameter's type.
+        """Compare the parameters with the folder's tensors, rounded to each parameter's type. Raises ValueError for
+        parameters with other values.
 
         Parameters that vLLM keeps in another form than a concatenation are passed over: on several ranks, packed for a
         processor, with rows in another order, or experts. One parameter's tensors are read at a time.
