@@ -176,11 +176,11 @@ class WeightsSection(Section):
         description="Interval of whole snapshots of transport = 'pull' with delta = 'auto', in snapshots. A high value "
         "saves writing; a worker that joins reads the last whole one and all deltas since.",
     )
-    senders: Literal["rank_0", "all"] = Field(
-        "rank_0",
-        description="Learner ranks that send weights: rank_0, which gathers the whole model in its memory, or all, "
-        "each a part of it. With all, workers have to reach every machine of the learner. It has run over gloo and "
-        "shared memory with workers that compute themselves, on one machine.",
+    senders: Literal["auto", "rank_0", "all"] = Field(
+        AUTO,
+        description="Learner ranks that send weights: all, each a part of them; or rank_0, which gathers the whole "
+        "model in its memory. auto: all, but rank_0 where workers do not reach every machine of the learner, and "
+        "where inference servers receive the weights themselves. It has run over gloo and shared memory.",
     )
     bucket_mb: int = Field(
         16,

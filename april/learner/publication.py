@@ -8,7 +8,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from april.config import Config, is_loopback
+from april.config import Config, ConfigError, is_loopback
+from april.config.section import AUTO
 from april.learner.prefetch import Weights, WeightSender
 from april.learner.process_group import all_gather_values, is_on_one_machine, long_wait_group
 from april.learner.snapshot_writing import SnapshotWriting
@@ -49,23 +50,36 @@ class DividedSending:
             self.ends = PartSender(config.weights, group, device)
         self.needs_checksums = config.engine.weights == "broadcast"
         """Whether inference servers may be verified: by the checksums of their tensors, which the ranks compute."""
+        self._is_alone = self._has_gathered = False
+        """Whether rank 0 sends all weights after all; whether a version has been gathered. Known on rank 0."""
 
     @classmethod
     def start(cls, trainer: Trainer, publisher: WeightPublisher | None) -> "DividedSending | None":
-        """None if rank 0 gathers and sends all weights: unless `weights.senders` is "all", with one rank, an adapter, a
-        model whose files have its weights in another form, or workers that not every rank reaches. Collective."""
+        """None if rank 0 gathers and sends all weights: with `weights.senders` = "rank_0", one rank, an adapter, a
+        model whose files have its weights in another form, or workers that not every rank reaches; with "auto" also
+        where inference servers receive. Collective."""
         config = trainer.config
-        transport = TRANSPORTS.find(config.weights.transport)
-        if config.weights.senders == "rank_0" or dist.get_world_size() == 1:
+        transport, senders = TRANSPORTS.find(config.weights.transport), config.weights.senders
+        if senders == "rank_0" or dist.get_world_size() == 1:
             return None
         reaches = transport.carries_weights and (is_on_one_machine() or not transport.is_local)
-        if not reaches or trainer.backend.publishes_adapter or trainer.backend.divisible_weights() is None:
+        is_untried = senders == AUTO and config.engine.weights == "broadcast"
+        can_divide = reaches and not is_untried and not trainer.backend.publishes_adapter
+        if not can_divide or trainer.backend.divisible_weights() is None:
             if publisher:
                 log.info("rank 0 gathers and sends all weights")
             return None
+        try:
+            divided = cls(config, publisher, trainer.device)
+        except ConfigError as error:
+            if senders != AUTO:
+                raise
+            if publisher:
+                log.warning("rank 0 gathers and sends all weights, since %s", error)
+            return None
         if publisher:
             log.info("each of %d ranks gathers and sends a part of the weights", dist.get_world_size())
-        return cls(config, publisher, trainer.device)
+        return divided
 
     def _check_addresses(self) -> None:
         """Refuse several machines of which one would listen where no other machine reaches it, or does not reach rank
@@ -79,15 +93,32 @@ class DividedSending:
             if its:
                 refuse(
                     "weights.senders",
-                    "all",
+                    self.config.weights.senders,
                     f"wants every rank of the learner to be reached by workers, and rank {rank} {its}",
                     "set weights.host to an address of rank 0 that other machines reach, or weights.senders = 'rank_0'",
                 )
 
     def check(self) -> None:
-        """Raises ConfigError if no worker that has come reaches all ranks."""
-        if isinstance(self.ends, PartCommands):
-            self.ends.check_reach()
+        """Have rank 0 send all weights if no worker that has come reaches all ranks; with `weights.senders` = "all"
+        raise ConfigError."""
+        if not self.publisher or not isinstance(self.ends, PartCommands) or not self.ends.are_unreachable:
+            return
+        newest = self.publisher.newest
+        if self._is_alone or (self._has_gathered and newest is None):  # which a thread is about to publish
+            return
+        times, fix = (
+            self.ends.unreached,
+            "have every machine of the learner listen where workers reach it (weights.host)",
+        )
+        why = f"has not worked: {times} times a worker reached rank 0 of the learner, and not all others"
+        try:
+            refuse("weights.senders", self.config.weights.senders, why, f"{fix}, or set 'rank_0'")
+        except ConfigError as error:
+            if self.config.weights.senders != AUTO:
+                raise
+            log.warning("rank 0 sends all weights from now on, since %s", error)
+        self._is_alone = True
+        self.publisher.send_alone(self.ends.collect(newest) if newest else None)
 
     def gather(self, trainer: Trainer, version: Version) -> Snapshot:
         """Gather this rank's part of the current weights in place of its part of the last version, and keep it to be
@@ -105,7 +136,9 @@ class DividedSending:
         checksums = checksums_in_server(unpack(part.heads, part.data)) if checks else {}
         (_, own), *others = all_gather_values((part.part, checksums), Description)
         merged = own | {name: each for _, their in others for name, each in their.items()}
-        return replace(part, others=tuple(other for other, _ in others), server_checksums=merged)
+        part = replace(part, others=tuple(other for other, _ in others), server_checksums=merged)
+        self._has_gathered = True
+        return self.ends.collect(part) if self._is_alone and isinstance(self.ends, PartCommands) else part
 
     def close(self) -> None:
         """End the threads, once the workers have the last version."""

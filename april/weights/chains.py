@@ -158,7 +158,7 @@ def forwarded_bytes(parts: Iterable[WeightPart], bucket_bytes: int, workers: int
 
 
 def can_chain(channel: WeightChannel) -> bool:
-    return channel.state in ("ready", "sending") and not channel.server_ranks
+    return channel.is_open and not channel.server_ranks
 
 
 def chain_from(channel: WeightChannel) -> Iterator[WeightChannel]:

@@ -224,6 +224,11 @@ CHANNEL_BODIES = msgspec.msgpack.Decoder(Body[AnyChannelMessage])
 
 # --- state of a channel -----------------------------------------------------------------------------------------------
 
+
+class ChannelLost(RuntimeError):
+    """Raised when the worker of a channel is gone, has failed, or has missed a deadline."""
+
+
 INBOX_MESSAGES = 64
 """Most messages of one channel that may wait; a worker that sends more loses its channel."""
 
@@ -245,6 +250,8 @@ class WeightChannel:
     """Version that the worker is ready to receive; None before the first."""
     server_ranks: int = 0
     """Number of ranks of all inference servers that join in the worker's stead; 0: the worker joins itself."""
+    senders: int = 1
+    """Number of the learner's ranks that send over the channel."""
     transfers: int = 0
     """Number of transfers over the channel so far."""
     key: str = ""
@@ -273,6 +280,11 @@ class WeightChannel:
     """Whether the worker is receiving, or has just received, a version from the one before it."""
     inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
     """Received messages of the channel: ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the worker has joined the channel, and it has not ended."""
+        return self.state in ("ready", "sending")
 
 
 # --- rendezvous -------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from april.weights.snapshot import (
     Snapshot,
     SnapshotError,
     buckets,
+    checksums_in_server,
     empty_buffer,
     joint_digest,
     outgoing,
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 
 Forwarding: TypeAlias = "AbstractContextManager[Received | None]"
 LENGTH = struct.Struct("<Q")
+VERIFY_EVERY = 20
+"""Interval, in transfers, at which the weights in an inference server are verified, beginning with its first
+transfer."""
 NONE = torch.empty(0, dtype=torch.uint8)
 """Stands for a delta that does not exist."""
 SPARE_BYTES = 2**20
@@ -151,6 +155,24 @@ def send_part(
             return len(content)
     link.send(outgoing(part, bucket_bytes, to_server), deadline)
     return part.data.numel()
+
+
+def expected_in_server(channel: WeightChannel, snapshot: Snapshot) -> dict[str, str]:
+    """Expected checksums of the inference server's tensors, if this transfer, which is counted, is to be verified and
+    they can be predicted; otherwise empty."""
+    due = channel.transfers % VERIFY_EVERY == 0
+    channel.transfers += 1
+    if not due or not channel.server_ranks or channel.backend != "gloo":
+        return {}
+    if snapshot.others:
+        return dict(snapshot.server_checksums)
+    return checksums_in_server(unpack(snapshot.heads, snapshot.data))
+
+
+def copies_sent(channel: WeightChannel) -> int:
+    """Number of times that rank 0 itself sends what it broadcasts: over gloo its members of a binomial tree, of which
+    the root has one for each doubling of the group."""
+    return max(1, channel.server_ranks.bit_length()) if channel.backend == "gloo" else 1
 
 
 # --- in the worker ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,11 @@ import contextlib
 import logging
 import queue
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -21,22 +25,25 @@ import torch.distributed as dist
 
 from april.config import WeightsSection
 from april.util import clock
-from april.util.errors import refuse
 from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
 from april.weights.channel import ChannelInvite, link_name
 from april.weights.part_transfer import DeltaBases, prepare_delta, send_part
-from april.weights.snapshot import Snapshot
+from april.weights.snapshot import Snapshot, buckets, digest, empty_buffer
 from april.weights.transports import Transport
 from april.wire.message import Version
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 ALL = 0
 """Stands for all ranks but rank 0, in place of the number of one."""
 MAX_UNREACHED = 3
 """Number of channels that workers join over rank 0's link alone, before any has joined over all links, after which the
 learner ends."""
+PIECE_BYTES = 16 << 20
+"""Size of the messages in which a part goes from one rank to another."""
 END_S = 30.0
 """Longest wait for the last command to reach all ranks, seconds."""
 
@@ -85,11 +92,15 @@ class WithdrawPart(SendingCommand, frozen=True):
     """Start no further transfer of the newest version: the next one is made in its memory."""
 
 
+class GivePart(SendingCommand, frozen=True):
+    """Send the part of the newest version to rank 0, which alone sends weights from now on."""
+
+
 class EndSending(SendingCommand, frozen=True):
     """End of publication: no further version is sent."""
 
 
-AnyCommand = OpenLink | HoldPart | SendPart | CloseLink | WithdrawPart | EndSending
+AnyCommand = OpenLink | HoldPart | SendPart | CloseLink | WithdrawPart | GivePart | EndSending
 DECODER = msgspec.msgpack.Decoder(AnyCommand)
 
 
@@ -103,23 +114,29 @@ class PartCommands:
         """Whether a worker has joined a channel over the links of all ranks."""
         self.unreached = 0
         """Number of channels that a worker has joined over rank 0's link, and not over those of the other ranks."""
-        self._outbox: queue.SimpleQueue[AnyCommand] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[AnyCommand, Future[Any] | None, Callable[[], Any]]] = queue.SimpleQueue()
+        """Commands, each with the future of what `exchange` returns; None: nothing follows the command."""
         self._thread = PartThread("weights-commands", self._run)
         self._thread.start()
 
-    def check_reach(self) -> None:
-        """Raises ConfigError if workers have come, and none of them reaches the other ranks: the run would stand
-        still."""
-        if self.unreached >= MAX_UNREACHED and not self.is_reached:
-            refuse(
-                "weights.senders",
-                "all",
-                f"has not worked: {self.unreached} times a worker reached rank 0 of the learner, and not all others",
-                "have every machine of the learner listen where workers reach it (weights.host), or set 'rank_0'",
-            )
+    @property
+    def are_unreachable(self) -> bool:
+        """Whether workers have come, and none of them reaches the other ranks: the run would stand still."""
+        return self.unreached >= MAX_UNREACHED and not self.is_reached
 
     def tell(self, command: AnyCommand) -> None:
-        self._outbox.put(command)
+        self._outbox.put((command, None, lambda: None))
+
+    def ask(self, command: AnyCommand, exchange: Callable[[], Answer]) -> Answer:
+        """Give a command, and return the result of `exchange`, which the thread calls then: it receives what the other
+        ranks send."""
+        answer: Future[Answer] = Future()
+        self._outbox.put((command, answer, exchange))
+        return answer.result()
+
+    def collect(self, part: Snapshot) -> Snapshot:
+        """The whole of the newest version, of which `part` is rank 0's, from the parts that the other ranks keep."""
+        return self.ask(GivePart(), partial(received_parts, part, self.group))
 
     def close(self, timeout_s: float = END_S) -> None:
         """Tell the other ranks that nothing is published any more."""
@@ -128,14 +145,31 @@ class PartCommands:
 
     def _run(self) -> None:
         command: AnyCommand | None = None
+        answer: Future[Any] | None = None
         try:
             while not isinstance(command, EndSending):
-                command = self._outbox.get()
+                command, answer, exchange = self._outbox.get()
                 encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
                 dist.broadcast(torch.tensor([len(encoded)]), 0, self.group)
                 dist.broadcast(encoded, 0, self.group)
+                if answer:
+                    answer.set_result(exchange())
         except RuntimeError as error:  # a rank is gone, and the learner ends with it
             log.error("the other ranks cannot be told to send weights: %s", error)
+            if answer and not answer.done():
+                answer.set_exception(error)
+
+
+def received_parts(part: Snapshot, group: dist.ProcessGroup) -> Snapshot:
+    """The whole of a version, of which `part` is rank 0's, and the other ranks send theirs."""
+    data = empty_buffer(sum(each.total_bytes for each in part.parts))
+    own, *others = data.split([each.total_bytes for each in part.parts])
+    own.copy_(part.data)
+    for rank, place in enumerate(others, 1):
+        for piece in buckets(place, PIECE_BYTES) if len(place) else ():
+            dist.recv(piece, rank, group)
+    heads = [head for each in part.parts for head in each.tensors]
+    return Snapshot(part.version, heads, data, digest(data), part.canary)
 
 
 # --- the sender of a part ---------------------------------------------------------------------------------------------
@@ -214,7 +248,11 @@ class PartSender:
                 self._bases.release()
                 self._withdrawals += 1
                 self._changed.notify_all()
-            elif not isinstance(command, EndSending) and (known := self._links.get(command.channel)):
+            elif isinstance(command, GivePart) and self._newest:
+                self._bases = DeltaBases("off")  # rank 0 makes the deltas
+                for piece in buckets(self._newest.data, PIECE_BYTES) if len(self._newest.data) else ():
+                    dist.send(piece, 0, self.group)
+            elif isinstance(command, HoldPart | SendPart | CloseLink) and (known := self._links.get(command.channel)):
                 self._direct(known, command)
 
     def _direct(self, link: SendingLink, command: HoldPart | SendPart | CloseLink) -> None:

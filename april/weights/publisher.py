@@ -35,6 +35,7 @@ from april.weights.channel import (
     ChannelJoin,
     ChannelLinked,
     ChannelLoaded,
+    ChannelLost,
     ChannelManifest,
     ChannelPosted,
     ChannelReady,
@@ -43,10 +44,17 @@ from april.weights.channel import (
     forget_keys,
     serve_store,
 )
-from april.weights.part_transfer import DeltaBases, delta_base_for, prepare_delta, send_part
+from april.weights.part_transfer import (
+    DeltaBases,
+    copies_sent,
+    delta_base_for,
+    expected_in_server,
+    prepare_delta,
+    send_part,
+)
 from april.weights.parts import CloseLink, HoldPart, OpenLink, PartCommands, SendPart, WithdrawPart
 from april.weights.publisher_socket import PublisherSocket
-from april.weights.snapshot import Snapshot, checksums_in_server, pack, unpack
+from april.weights.snapshot import Snapshot, pack
 from april.weights.transports import ExternalTransport, Link, Transport
 from april.wire import limits
 from april.wire.message import Version
@@ -57,15 +65,8 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 SILENCE_S = 3.0
 """Seconds of silence after which a worker loses its channel; workers send a sign of life every 0.5 seconds."""
-VERIFY_EVERY = 20
-"""Interval, in transfers, at which the weights in an inference server are verified, beginning with its first
-transfer."""
 MAX_CHANNELS = 2048
 """Most channels at a time; each channel has a thread."""
-
-
-class ChannelLost(RuntimeError):
-    """Raised when the worker of a channel is gone, has failed, or has missed a deadline."""
 
 
 class WeightPublisher:
@@ -122,6 +123,20 @@ class WeightPublisher:
         with self._changed:
             if self._snapshot:
                 self._wait_for(self._awaited, self._snapshot, clock.now() + self.config.transfer_deadline_s)
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """Rank 0's part of the version that is sent; None before the first, and while the next one is gathered."""
+        return self._snapshot
+
+    def send_alone(self, newest: Snapshot | None) -> None:
+        """Send all of each version from here, beginning with `newest`. Workers ask for a new channel."""
+        with self._changed:
+            self._senders = 1
+            for channel in list(self._channels.values()):
+                self._lose(channel, "rank 0 sends all weights")
+            self._snapshot = newest and self._bases.followed_by(newest, ())
+            self._changed.notify_all()
 
     def withdraw(self) -> None:
         """Begin no transfer of the last version any more, so that its memory can be used for the next one."""
@@ -214,8 +229,7 @@ class WeightPublisher:
 
     def _behind(self, version: Version) -> list[WeightChannel]:
         """Open channels whose worker has not loaded `version` yet."""
-        live = [channel for channel in self._channels.values() if channel.state in ("ready", "sending")]
-        return [channel for channel in live if channel.acknowledged != version]
+        return [channel for channel in self._channels.values() if channel.is_open and channel.acknowledged != version]
 
     def _awaited(self, version: Version) -> list[WeightChannel]:
         """Open channels whose worker is still to load `version`, unless it puts that off."""
@@ -285,14 +299,13 @@ class WeightPublisher:
             backend = self._backend(join.device)
             made = (name, join.name, route, backend, clock.now())
             channel = WeightChannel(*made, acknowledged=join.held, server_ranks=join.ranks, key=peer.key)
-            channel.base, channel.digest = join.base, join.digest
+            channel.base, channel.digest, channel.senders = join.base, join.digest, self._senders
             self._channels[name] = channel
         self._start_thread(name, self._run_channel, channel)
 
     def _backend(self, worker_device: str) -> str:
-        if self.config.backend != "auto":
-            return self.config.backend
-        return "nccl" if self.device == worker_device == "cuda" else "gloo"
+        auto = "nccl" if self.device == worker_device == "cuda" else "gloo"
+        return auto if self.config.backend == AUTO else self.config.backend
 
     def _lose(self, channel: WeightChannel, why: str, fault: bool = False) -> None:
         if channel.state != "lost":
@@ -330,8 +343,8 @@ class WeightPublisher:
             with self._changed:
                 self._lose(channel, str(error), fault=not isinstance(error, ChannelLost | RuntimeError | OSError))
         finally:
-            if self._ranks:
-                self._ranks.tell(CloseLink(channel.name))
+            if others := self._other_senders(channel):
+                others.tell(CloseLink(channel.name))
             forget_keys(self._store, f"{channel.name}/")
 
     @property
@@ -341,28 +354,33 @@ class WeightPublisher:
 
     def _join_s(self, channel: WeightChannel) -> float:
         """Longest time to build a channel, seconds. A server builds its groups one after the other."""
-        return self.config.join_deadline_s * (self._senders if channel.server_ranks else 1)
+        return self.config.join_deadline_s * (channel.senders if channel.server_ranks else 1)
+
+    def _other_senders(self, channel: WeightChannel) -> PartCommands | None:
+        """Commands to the other ranks that send over a channel; None if rank 0 alone does."""
+        return self._ranks if channel.senders > 1 else None
 
     def _meet(self, channel: WeightChannel) -> Link:
         invite = self._invite_to(channel)
-        if self._ranks:
-            self._ranks.tell(OpenLink(invite, channel.server_ranks))
+        if others := self._other_senders(channel):
+            others.tell(OpenLink(invite, channel.server_ranks))
         self._send(channel, invite)
         return self._transport.meet(invite, as_learner=True, server_ranks=channel.server_ranks)
 
     def _invite_to(self, channel: WeightChannel) -> ChannelInvite:
-        return ChannelInvite(channel.name, channel.backend, *self.store, self._join_s(channel), self._senders)
+        return ChannelInvite(channel.name, channel.backend, *self.store, self._join_s(channel), channel.senders)
 
     def _await_ready(self, channel: WeightChannel) -> None:
         """Wait until a channel's worker is connected to all ranks that send; a live worker that is not is counted."""
+        others = self._other_senders(channel)
         try:
             self._await(channel, ChannelReady, None, clock.now() + self._join_s(channel))
         except ChannelLost:
-            if self._ranks and clock.now() - channel.last_seen < SILENCE_S:
-                self._ranks.unreached += 1
+            if others and clock.now() - channel.last_seen < SILENCE_S:
+                others.unreached += 1
             raise
-        if self._ranks:
-            self._ranks.is_reached = True
+        if others:
+            others.is_reached = True
         self._set_state(channel, "ready")
 
     def _next_snapshot(self, channel: WeightChannel) -> tuple[Snapshot, int] | Claim | None:
@@ -386,8 +404,8 @@ class WeightPublisher:
 
     def _begin(self, channel: WeightChannel, snapshot: Snapshot) -> tuple[Snapshot, int]:
         """Begin to send a snapshot to a channel's worker. Called with `_changed` held."""
-        if self._ranks:  # before the next version replaces this one
-            self._ranks.tell(HoldPart(channel.name, snapshot.version, bool(delta_base_for(channel, snapshot))))
+        if others := self._other_senders(channel):  # before the next version replaces this one
+            others.tell(HoldPart(channel.name, snapshot.version, bool(delta_base_for(channel, snapshot))))
         channel.state = "sending"
         workers = self._chains.claim(channel, snapshot, partial(delta_base_for, snapshot=snapshot))
         self._changed.notify_all()
@@ -428,34 +446,23 @@ class WeightPublisher:
         self._set_state(channel, "sending")
 
     def _transfer(self, channel: WeightChannel, link: Link, snapshot: Snapshot, workers: int) -> None:
-        expected, delta_to = self._server_checksums(channel, snapshot), delta_base_for(channel, snapshot)
+        expected, delta_to = expected_in_server(channel, snapshot), delta_base_for(channel, snapshot)
         manifest = self._manifest(channel, snapshot, expected, delta_to)
         if delta_to:
             prepare_delta(snapshot)
         size = forwarded_bytes(snapshot.parts, self.bucket_bytes, workers)
         self._announce(channel, structs.replace(manifest, forwards=workers > 1, bucket_bytes=size))
-        deadline = clock.now() + self.config.transfer_deadline_s
-        if self._ranks and not channel.server_ranks:
-            self._ranks.tell(SendPart(channel.name, self.config.transfer_deadline_s, size, as_delta=bool(delta_to)))
+        deadline, others = clock.now() + self.config.transfer_deadline_s, self._other_senders(channel)
+        if others and not channel.server_ranks:
+            others.tell(SendPart(channel.name, self.config.transfer_deadline_s, size, as_delta=bool(delta_to)))
         how = {"to_server": bool(channel.server_ranks), "as_delta": bool(delta_to)}
         channel.sent_bytes = send_part(link, snapshot, size, deadline, **how) * copies_sent(channel)
-        if self._ranks and channel.server_ranks:  # which takes one part after the other
+        if others and channel.server_ranks:  # which takes one part after the other
             for sender in range(1, len(snapshot.parts)):
                 self._await(channel, ChannelPosted, snapshot.version, deadline)
-                self._ranks.tell(SendPart(channel.name, deadline - clock.now(), size, sender))
+                others.tell(SendPart(channel.name, deadline - clock.now(), size, sender))
         channel.digest = self._await(channel, ChannelLoaded, snapshot.version, deadline).digest
         channel.was_delta = bool(delta_to)
-
-    def _server_checksums(self, channel: WeightChannel, snapshot: Snapshot) -> dict[str, str]:
-        """Expected checksums of the inference server's tensors, if this transfer is to be verified and they can be
-        predicted; otherwise empty."""
-        due = channel.transfers % VERIFY_EVERY == 0
-        channel.transfers += 1
-        if not due or not channel.server_ranks or channel.backend != "gloo":
-            return {}
-        if snapshot.others:
-            return dict(snapshot.server_checksums)
-        return checksums_in_server(unpack(snapshot.heads, snapshot.data))
 
     def _await(self, channel: WeightChannel, kind: type[wire.Message], version: Version | None, deadline: float) -> Any:
         """Wait for the channel's next message of type `kind`, for `version` if given. Raises ChannelLost.
@@ -491,9 +498,3 @@ class WeightPublisher:
                 channel.follows = False
                 self._chains.extend(self._channels.values(), self._invite_to)
             self._changed.notify_all()
-
-
-def copies_sent(channel: WeightChannel) -> int:
-    """Number of times that rank 0 itself sends what it broadcasts: over gloo its members of a binomial tree, of which
-    the root has one for each doubling of the group."""
-    return max(1, channel.server_ranks.bit_length()) if channel.backend == "gloo" else 1

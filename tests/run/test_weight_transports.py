@@ -26,7 +26,7 @@ def assert_tokens_are_of_their_versions(run_dir, policy_folder):
 
 @pytest.mark.full
 def test_two_ranks_send_a_part_each_to_both_workers(start_run, run_dir, policy_folder, gate):
-    job = start_run("--weights.senders", "all", "--learner.ranks", "2", "--learner.lr", "1e-2", *gate.hold(0))
+    job = start_run("--learner.ranks", "2", "--learner.lr", "1e-2", *gate.hold(0))
     wait_until(lambda: both_workers_are_there(job), job)
     gate.open()
     assert job.wait() == 0, job.output

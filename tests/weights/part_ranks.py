@@ -3,20 +3,21 @@ there is a file `publish_STEP` beside the file in which the ranks meet, it publi
 the figures.
 
 Its arguments: its rank, the number of ranks, the file in which they meet, the transport, deadlines in seconds to
-publish and to transfer, and `weights.delta`.
+publish and to transfer, `weights.delta` and `weights.senders`.
 """
 
 import json
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from april.config import LearnerSection, WeightsSection
@@ -39,35 +40,40 @@ def weights(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(rows, 2000, generator=generator) for name, rows in ROWS.items()}
 
 
-def main(rank: int, ranks: int, store: str, transport: str, publish_s: float, transfer_s: float, delta: str) -> None:
+def sharded(step: int, mesh: DeviceMesh) -> list[WeightTensor]:
+    """The weights of a step as the ranks hold them."""
+    return [
+        WeightTensor.whole(name, HeldTensor.of(distribute_tensor(tensor, mesh, [PLACEMENTS[name.split(".")[-2]]])))
+        for name, tensor in weights(step).items()
+    ]
+
+
+def main(rank: int, ranks: int, store: str, section: WeightsSection) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     mesh = init_device_mesh("cpu", (ranks,))
-    section = WeightsSection(
-        senders="all", transport=transport, delta=delta, publish_deadline_s=publish_s, transfer_deadline_s=transfer_s
-    )
-    config = SimpleNamespace(weights=section, learner=LearnerSection(), engine=SimpleNamespace(weights="broadcast"))
+    engine = SimpleNamespace(weights="broadcast" if section.senders == "all" else "disk")
+    config = SimpleNamespace(weights=section, learner=LearnerSection(), engine=engine)
     publisher = WeightPublisher(section, "test", "cpu") if rank == 0 else None
-    waiting, divided = long_wait_group(), DividedSending(config, publisher, torch.device("cpu"))
+    backend = SimpleNamespace(publishes_adapter=False, divisible_weights=lambda: sharded(0, mesh))
+    trainer = SimpleNamespace(config=config, backend=backend, generation_dtype=None, device=torch.device("cpu"))
+    waiting, divided = long_wait_group(), DividedSending.start(trainer, publisher)
     if publisher:
         print(publisher.address, flush=True)
     for step in count():
         while publisher and not Path(store).with_name(f"publish_{step}").exists():
-            divided.check()
+            if divided:
+                divided.check()
             time.sleep(0.005)
         dist.barrier(waiting)
-        sharded = [
-            WeightTensor.whole(name, HeldTensor.of(distribute_tensor(tensor, mesh, [PLACEMENTS[name.split(".")[-2]]])))
-            for name, tensor in weights(step).items()
-        ]
-        backend = SimpleNamespace(divisible_weights=lambda tensors=sharded: tensors)
-        trainer = SimpleNamespace(backend=backend, generation_dtype=None, device=torch.device("cpu"))
-        part = divided.gather(trainer, Version(0, step))
+        backend.divisible_weights = partial(sharded, step, mesh)
+        part = divided.gather(trainer, Version(0, step)) if divided else weights(step)
         if publisher:
             print(json.dumps(publisher.publish(Version(0, step), part)), flush=True)
 
 
 if __name__ == "__main__":
-    own, all_ranks, path, kind, publish, transfer, deltas = sys.argv[1:]
-    main(int(own), int(all_ranks), path, kind, float(publish), float(transfer), deltas)
+    own, all_ranks, path, kind, publish, transfer, deltas, senders = sys.argv[1:]
+    deadlines = {"publish_deadline_s": float(publish), "transfer_deadline_s": float(transfer)}
+    main(int(own), int(all_ranks), path, WeightsSection(transport=kind, delta=deltas, senders=senders, **deadlines))

@@ -29,9 +29,9 @@ RANKS = 3
 class Learner:
     """A learner of three ranks, which publishes each step when it is told to."""
 
-    def __init__(self, folder, transport, publish_s=PATIENCE_S, transfer_s=PATIENCE_S, delta="off"):
+    def __init__(self, folder, transport, publish_s=PATIENCE_S, transfer_s=PATIENCE_S, delta="off", senders="all"):
         self.folder, self.transport, self.delta, self.workers = folder, transport, delta, []
-        arguments = [str(RANKS), str(folder / "ranks"), transport, str(publish_s), str(transfer_s), delta]
+        arguments = [str(RANKS), str(folder / "ranks"), transport, str(publish_s), str(transfer_s), delta, senders]
         program = [sys.executable, "-m", "tests.weights.part_ranks"]
         pipes = {"stdout": PIPE, "stderr": PIPE, "text": True}
         self.ranks = [Popen([*program, str(rank), *arguments], **pipes) for rank in range(RANKS)]
@@ -66,8 +66,8 @@ class Learner:
 def learner(tmp_path):
     started = []
 
-    def start(*arguments):
-        started.append(Learner(tmp_path, *arguments))
+    def start(*arguments, **options):
+        started.append(Learner(tmp_path, *arguments, **options))
         return started[-1]
 
     yield start
@@ -140,10 +140,14 @@ class Server:
 
     def receive(self, part, sender, timeout_s=PATIENCE_S):
         """The sum over the tensors of one part."""
+        return float(self.values(part, sender, timeout_s).double().sum())
+
+    def values(self, part, sender, timeout_s=PATIENCE_S):
+        """The values of one part, tensor by tensor."""
         sizes = [sum(map(byte_size, heads)) for heads in server_buckets(part.tensors, 16 << 20)]
         data = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         self.links[sender].receive(data, clock.now() + timeout_s)
-        return sum(float(each.view(torch.float32).double().sum()) for each in data)
+        return torch.cat(data).view(torch.float32)
 
 
 @pytest.fixture
@@ -197,12 +201,51 @@ def test_a_learner_whose_other_ranks_no_worker_reaches_ends_with_a_sentence(lear
     assert "key 'weights.senders' = 'all' has not worked: 3 times a worker reached rank 0" in said
 
 
-def test_several_machines_that_listen_on_loopback_alone_are_refused(learner, monkeypatch):
+@pytest.mark.full
+@pytest.mark.parametrize("delta", ["off", "auto"])
+def test_by_default_rank_0_sends_all_once_no_worker_has_reached_the_other_ranks(learner, serve, delta):
+    """Beginning with the version that none has got, which the ranks still keep in parts."""
+    ranks, server = learner("collective", delta=delta, senders="auto"), Server(joins=1)
+    receiver = serve(ranks, server)
+    ranks.publish(0)
+    for step in range(3):
+        wait_until(lambda: receiver.has_staged)
+        staged = receiver.take()
+        (part,) = staged.manifest.parts
+        staged.post()
+        sent = weights(step)
+        assert {head.name for head in part.tensors} == sent.keys()
+        assert torch.equal(server.values(part, 0), torch.cat([sent[head.name].flatten() for head in part.tensors]))
+        receiver.loaded(staged.version)
+        ranks.begin(step + 1)
+    ranks.end()
+    said = ranks.ranks[0].stderr.read()
+    assert "rank 0 sends all weights from now on, since key 'weights.senders' = 'auto' has not worked" in said
+    assert "listen where workers reach it (weights.host)" in said
+
+
+@pytest.fixture
+def several_machines(monkeypatch):
+    """The ranks of a learner are as if each were on a machine of its own."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("WORLD_SIZE", str(RANKS))
+
+
+def test_several_machines_that_listen_on_loopback_alone_are_refused(learner, several_machines):
     said = refusal(learner("collective"))
     assert "rank 0 would listen at 127.0.0.1, which only its own machine reaches" in said
     assert "set weights.host" in said
+
+
+def test_by_default_rank_0_sends_all_where_other_machines_are_not_reached(learner, several_machines):
+    ranks = learner("collective", senders="auto")
+    (worker,) = ranks.start_workers("w0")
+    ranks.publish(0)
+    assert worker.await_version("0.0") == total(0)
+    ranks.end()
+    said = ranks.ranks[0].stderr.read()
+    assert "rank 0 gathers and sends all weights, since key 'weights.senders' = 'auto' wants every rank" in said
+    assert "rank 0 would listen at 127.0.0.1" in said and "set weights.host" in said
 
 
 def test_tensors_are_divided_evenly_and_what_a_server_concatenates_stays_together():
