@@ -147,8 +147,8 @@ def describe_cap(section: ScheduleSection) -> str:
     free_ratio = batches * groups * n / in_flight
     example = throughput_cap(batches, groups, n, in_flight, mean_length=1.0, longest=EXAMPLE_RATIO)
     return (
-        f"{why} lets min(1, {free_ratio:.3g} x mean / longest response) of what could be generated be trained: "
-        f"all of it up to longest = {free_ratio:.3g} x mean, {example:.0%} at {EXAMPLE_RATIO:g} x mean"
+        f"{why} costs no throughput while the longest response has at most {free_ratio:.3g} times the mean length; at "
+        f"{EXAMPLE_RATIO:g} times {example:.0%} of it is left"
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from april.util.registry import add_import_folders
+from april.util.registry import add_import_folders, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,6 +68,13 @@ class Parser(argparse.ArgumentParser):
                 )
             self.epilog = OVERRIDES + describe_keys(model)
         return super().format_help()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of its action's choices, an unknown command with the most similar one."""
+        if not isinstance(action, argparse._SubParsersAction) or value in action.choices:
+            return super()._check_value(action, value)
+        hint = did_you_mean(value, action.choices)
+        self.error(f"{value!r} is no command; {hint}`april --help` lists all, and your own is MODULE:FUNCTION")
 
     def word_behind_help(self) -> str:
         """The word that follows `--help`; empty if that is another option, a configuration, or nothing."""

@@ -23,8 +23,11 @@ def status(run: Path | None, connect: str | None, keys: Path | None) -> int:
     from april.observe.operate import RunAddress
     from april.observe.report.live import plain_console
     from april.observe.report.operations import print_status, render_live
+    from april.observe.report.run_folder import read_run
     from april.wire.sockets.broker import BrokerRefused, BrokerUnreachable
 
+    if run is not None:
+        read_run(run)
     try:
         plain_console().print(render_live(RunAddress(run, connect, keys).status()))
     except (BrokerRefused, BrokerUnreachable) as error:

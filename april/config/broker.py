@@ -253,7 +253,7 @@ class OperationsSection(Section):
     alarms: list[str] = Field(
         default_factory=lambda: list(registry_of("operations.alarms").shipped),
         description="Alarms that watch for trouble in the run, by default all that ship; also yours as "
-        "package.module:Class. Their calls take time in the broker's loop.",
+        "package.module:Class, beside the names of those that you keep. Their calls take time in the broker's loop.",
     )
     log_format: Literal["text", "json"] = Field(
         "text", description="Format of log lines: text, or json (one object a line, with ids)."

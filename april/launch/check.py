@@ -131,7 +131,7 @@ def check_run(
     run_check(GroupFilters, config.schedule)
     run_check(check_sampler, config.schedule, config.data.source == "submitted")
     run_check(check_sinks, config.operations.sinks)
-    run_check(check_alarms, config.operations.alarms)
+    found.facts["alarms"] = run_check(check_alarms, config.operations.alarms) or ""
     for name, key in verifiers_of(config).items():
         run_check(check_verifier, name, key, config.reward.url)
     for name, teacher in config.teacher.items():
@@ -174,7 +174,10 @@ def verifiers_of(config: Config) -> Mapping[str, str]:
 def check_source(source: SourceSection) -> None:
     """Raises ConfigError unless the source's files exist and their format can be read here."""
     if not source.path.exists():
-        raise ConfigError(f"data {source.path} is not there; put the dataset's files into that place")
+        raise ConfigError(
+            f"data {source.path} is not there; put the dataset's files into that place, or make the quickstart's with "
+            "`april make-data`"
+        )
     files = data_files(source)
     if missing := [file for file in files if not file.is_file()]:
         raise ConfigError(f"data {missing[0]} is not there; copy the dataset again")
@@ -438,7 +441,9 @@ def check_room(config: Config, trained: int) -> str:
             f"take {format_bytes(needed)}",
             "make room, give another folder, or keep fewer",
         )
-    return f"{format_bytes(free)} free for the run, of which checkpoints take {format_bytes(needed)}"
+    return f"{format_bytes(free)} free for the run" + f", of which checkpoints take {format_bytes(needed)}" * (
+        needed > 0
+    )
 
 
 def check_store(config: Config) -> str:

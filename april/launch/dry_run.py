@@ -38,7 +38,8 @@ def describe(config: Config, devices: Sequence[str]) -> str:
     lines = {
         "run": f"{config.run_dir}, seed {config.seed}",
         "model": describe_model(config, shape),
-        "data": "; ".join(map(describe_source, config.data.train_sources)) or "prompts that the trainer submits",
+        "data": "; ".join(describe_source(each, config.reward.name) for each in config.data.train_sources)
+        or "prompts that the trainer submits",
         **describe_conversations(config),
         "held out": describe_evaluation(config),
         "schedule": describe_plan(schedule).removeprefix("plan: ").replace("\n      ", "; "),
@@ -51,7 +52,7 @@ def describe(config: Config, devices: Sequence[str]) -> str:
         "engines": f"{config.worker.engine}, {config.worker.slots} slots each; {describe_engine(config, shape)}",
         "ports": describe_ports(config),
         "channels": describe_channels(config, shape, placed),
-        "groups": indented(describe_groups(config)),
+        "links": indented(describe_groups(config)),
         "journal": f"up to {format_bytes(samples * longest_bytes)} a step",
         "advice": advice(config),
     }
@@ -74,7 +75,7 @@ def describe_processes(config: Config) -> str:
         (workers, "worker", ""),
         (scorers, "scorer", ""),
         (config.learner.ranks, "learner rank", ""),
-        ((scorers or workers) * config.reward.processes, "verifier", ""),
+        ((scorers or workers) * config.reward.processes, "verifier process", "verifier processes"),
         (workers * section.processes if section.name else 0, "environment", ""),
         (config.agents, "agents process", "agents processes"),
     ]
@@ -95,11 +96,12 @@ def count_of(parameters: int) -> str:
     return str(parameters)
 
 
-def describe_source(source: SourceSection) -> str:
+def describe_source(source: SourceSection, verifier: str) -> str:
+    """A line about a source of prompts. `verifier`: the name of the run's own (`reward.name`)."""
     weight = "" if source.weight == 1 else f", {source.weight:g} times an epoch"
     budget = f", at most {source.max_response_tokens} tokens a response" if source.max_response_tokens else ""
     split = f" ({', '.join(filter(None, (source.configuration, source.split)))})" if source.split else ""
-    scored = f", rewarded by {verifier_of(source) or 'reward.name'}"
+    scored = f", rewarded by {verifier_of(source) or verifier}"
     return f"{source.named()}{split} as {source.mapping}{weight}{scored}{budget}"
 
 
@@ -139,7 +141,8 @@ def describe_ports(config: Config) -> str:
     servers = f"{config.engine.port} and up" if config.engine.port else ""
     opened = {
         "broker": "" if config.broker.bind == IPC else config.broker.bind.removeprefix("tcp://"),
-        "metrics": config.operations.http,
+        "metrics": config.operations.http.removesuffix(":0")
+        + " at a free port" * config.operations.http.endswith(":0"),
         "agents": config.agent.listen if config.agents else "",
         "servers": servers,
         "learner ranks": str(config.launch.port + 1) if config.launch.learner_nodes > 1 else "",

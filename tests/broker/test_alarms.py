@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from april import wire
-from april.broker.alarms.alarm import ALARMS, Alarm, Alarms
+from april.broker.alarms.alarm import ALARMS, Alarm, Alarms, check_alarms
 from april.broker.alarms.operation import EngineGapAlarm
 from april.broker.telemetry.sinks import step_metrics
+from april.config import ConfigError
 from april.learner.diagnostics import is_repetitive
 from april.observe.dashboard.steps import Steps
 from april.observe.report.facts import alarms as reported
@@ -235,6 +236,18 @@ def test_slots_staleness_and_disk_space_are_in_the_record_of_a_step(talk, worker
 class Breaks(Alarm):
     def look(self, record):
         raise KeyError("rewards")
+
+
+class Misspelt(Alarm):
+    def loook(self, record):
+        return "never asked"
+
+
+def test_an_alarm_that_looks_at_nothing_is_refused_and_shipped_ones_left_out_are_named():
+    with pytest.raises(ConfigError, match="has neither the method look nor watch"):
+        check_alarms(["tests.broker.test_alarms:Misspelt"])
+    assert check_alarms(list(ALARMS.shipped)) == ""
+    assert check_alarms([name for name in ALARMS.shipped if name != "looping"]).startswith("without looping; name")
 
 
 def test_an_alarm_that_raises_is_named_in_the_status_from_then_on(monkeypatch, converse):

@@ -190,3 +190,9 @@ def test_a_command_of_one_s_own_is_called_by_its_place(capsys):
     assert main(["own_keys:hello", "runs/x"]) == 0 and capsys.readouterr().out == "hello runs/x\n"
     assert main(["own_keys:no_command", "runs/x"]) == 2
     assert "is no command; put @command of april.cli.command above the function" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_refused_with_the_most_similar_one(capsys):
+    with pytest.raises(SystemExit):
+        main(["statsu"])
+    assert "'statsu' is no command; did you mean 'status'? `april --help` lists all" in capsys.readouterr().err

@@ -23,7 +23,8 @@ from april.launch.supervisor import Supervisor
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.diagnostics import StepTotals
 from april.learner.objective import Objective
-from april.util.registry import REGISTRIES
+from april.util.registry import REGISTRIES, registry_of
+from april.util.versions import RUN_FOLDER
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.wire.message import Version
@@ -147,8 +148,17 @@ def test_the_mapping_makes_a_row_and_the_command_prints(files, capsys):
     row = make_row(mapped(record, "my_mapping:mapping"), OWN_MAPPING)
     assert (row.prompt, row.label) == ([{"role": "user", "content": "1+1="}], "2")
     (files / "run").mkdir()
+    RUN_FOLDER.claim(files / "run", new=True)
+    assert main(["my_command:lengths", "run"]) == 2 and "is not a run folder" in capsys.readouterr().err
+    (files / "run/config.toml").write_text("")
     (files / "run/metrics.jsonl").write_text('{"step": 4, "learner": {"tokens": 30.0, "samples": 2.0}}\n')
     assert main(["my_command:lengths", "run", "--last", "1"]) == 0 and capsys.readouterr().out == "4 15.0\n"
+
+
+@pytest.mark.parametrize("key", sorted(REGISTRIES.keys() - {"reward.name", "operations.alarms"}))
+def test_the_page_names_every_part_that_ships_but_the_many_that_have_a_page_of_their_own(key):
+    row = next(line for line in PAGE.splitlines() if line.startswith("|") and f"`{key}`" in line)
+    assert [name for name in registry_of(key).shipped if f"`{name}`" not in row] == []
 
 
 def test_the_page_names_what_a_schedule_may_use_of_the_ledger():

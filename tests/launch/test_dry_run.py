@@ -112,7 +112,7 @@ def test_every_combination_resolves_and_says_what_it_needs(combination):
     assert config.schedule.most_in_flight == (256 if schedule.stem == "sync" else 512)
     text = describe(config, [])
     assert f"{BILLIONS[config.model.path.name]:.2f} billion parameters" in text
-    assert "1 broker, 4 workers, 4 learner ranks, 16 verifiers" in text
+    assert "1 broker, 4 workers, 4 learner ranks, 16 verifier processes" in text
     assert "8 accelerators: 4 for workers, 4 for the learner" in text
     assert "channels   4: learner rank 0 to each worker over nccl" in text
     assert "ports      metrics 127.0.0.1:0" in text

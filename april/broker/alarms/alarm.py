@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from april.util.errors import refuse
 from april.util.registry import Registry, call_each
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Alarm:
     def look(self, record: dict[str, Any]) -> str:
         """Check the record of a trained step; returns what is wrong and what to do, in one sentence, or "" if nothing
         is."""
-        raise NotImplementedError
+        return ""
 
     def watch(self, loops: Sequence["PeerLoop"]) -> str:
         """Check the positions of the main loops of workers, scorers and learner, several times a second; returns the
@@ -118,7 +119,17 @@ class Alarms:
         ]
 
 
-def check_alarms(names: Sequence[str]) -> None:
-    """Raise ConfigError unless every alarm is found."""
+def check_alarms(names: Sequence[str]) -> str:
+    """A sentence about shipped alarms that are not among those of the run, empty if all are. Raises ConfigError unless
+    every alarm is found and looks at something."""
     for name in names:
-        ALARMS.find(name)
+        found = ALARMS.find(name)
+        if found.look is Alarm.look and found.watch is Alarm.watch:
+            refuse(
+                ALARMS.key,
+                name,
+                "has neither the method look nor watch, so it would never be raised",
+                "write one of them",
+            )
+    without = [name for name in SHIPPED if name not in names]
+    return f"without {', '.join(without)}; name them in {ALARMS.key} to keep them" if without else ""
