@@ -115,7 +115,7 @@ def test_every_combination_resolves_and_says_what_it_needs(combination):
     assert "1 broker, 4 workers, 4 learner ranks, 16 verifier processes" in text
     assert "8 accelerators: 4 for workers, 4 for the learner" in text
     assert "channels   4: learner rank 0 to each worker over nccl" in text
-    assert "ports      metrics 127.0.0.1:0" in text
+    assert "ports      metrics 127.0.0.1 at a free port" in text
     assert "rewarded by deepscaler" in text and f"staleness at most {config.schedule.max_staleness}" in text
 
 
@@ -199,7 +199,7 @@ def test_the_cpu_version_of_gsm8k_differs_in_sizes_only(policy_folder, capsys):
 
 def test_a_dry_run_counts_scorers():
     text = describe(load(COMBINATIONS[0], "--reward.where", "scorer", "--scorer.count", "2"), [])
-    assert "1 broker, 4 workers, 2 scorers, 4 learner ranks, 8 verifiers" in text
+    assert "1 broker, 4 workers, 2 scorers, 4 learner ranks, 8 verifier processes" in text
 
 
 def test_the_hyper_parameters_are_the_published_ones():
