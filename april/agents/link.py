@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from april import wire
-from april.wire.image_parts import image_parts
 from april.wire.rows import ReportRow, padded, read_rows
+from april.wire.sessions import image_parts
 from april.wire.sockets.broker import BrokerConnection, BrokerUnreachable
 from april.workers.reports import Reports
 

@@ -13,12 +13,11 @@ from april.config.broker import IPC, BrokerSection, OperationsSection, SecurityS
 from april.config.clusters import DevicesSection, LaunchSection
 from april.config.data import Commit, DataSection, SourceSection
 from april.config.evaluation import EvaluationSection, EvaluationSet, evaluation_sets
-from april.config.learner import LearnerSection, SamplesSection
+from april.config.learner import LearnerSection, SamplesSection, SftSection
 from april.config.presets import fill_preset
 from april.config.rewards import RewardSection
 from april.config.schedule import MOST_STEPS, SamplingSection, ScheduleSection
 from april.config.section import AUTO, HUB_NAME, HubSection, Section
-from april.config.sft import SftSection
 from april.config.training import AlgorithmSection, CriticSection, LoraSection
 from april.config.workers import (
     AgentSection,

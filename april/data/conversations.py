@@ -18,7 +18,7 @@ import orjson
 
 from april.config import DataSection, SourceSection
 from april.config.data import Mapping
-from april.config.sft import SftSection
+from april.config.learner import SftSection
 from april.data.dataset import Dataset, add_rows, given_record, mapping_of
 from april.data.messages import BadMessages, Message, canonical, check_distinct, check_printed
 from april.data.rows import MISSING, BadRow, DatasetRow, checked_prompt, excerpt, find_field, has_other_parts, value_at

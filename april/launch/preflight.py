@@ -23,11 +23,10 @@ from april.config import Config, ConfigError
 from april.config.loading import make_paths_absolute
 from april.config.stored import store_refused, stored_checkpoints
 from april.launch.check import check_run
-from april.launch.conversation_checks import inspect_sft_sources
 from april.launch.findings import Findings
 from april.launch.memory import read_shape
 from april.launch.rehearsal import Rehearsal
-from april.launch.row_checks import inspect_rows
+from april.launch.row_checks import inspect_rows, inspect_sft_sources
 from april.simulate.trace import recorded_header
 from april.util.errors import refuse
 from april.util.files import replace_file

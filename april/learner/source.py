@@ -17,8 +17,8 @@ from april import wire
 from april.data.support import Support
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
 from april.util.pulse import MAIN
-from april.wire.image_parts import image_parts
 from april.wire.security.keys import Keys
+from april.wire.sessions import image_parts
 from april.wire.sockets.broker import BrokerConnection, BrokerRefused, BrokerUnreachable
 
 POLL_MS = 200

@@ -1,9 +1,11 @@
 """Messages of every peer of the broker, whatever its role (opening, keeping and ending a session), and messages of
 monitors."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from april.wire.message import Message, Name, Number, Seconds
 from april.wire.training import WeightFolder
@@ -132,6 +134,16 @@ class KeepImage(Message):
     start: Number
     size: Number
     """Bytes of the whole file."""
+
+
+IMAGE_PART_BYTES = 2 << 20
+"""Most bytes of an image in one message."""
+
+
+def image_parts(name: str, png: bytes) -> Iterator[tuple[KeepImage, list[np.ndarray]]]:
+    """The messages, with their arrays, that upload the file `png` of an image; the broker answers the last one."""
+    for start in range(0, len(png), IMAGE_PART_BYTES):
+        yield KeepImage(name, start, len(png)), [np.frombuffer(png[start : start + IMAGE_PART_BYTES], np.uint8)]
 
 
 class ImageKept(Message):

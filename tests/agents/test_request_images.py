@@ -289,7 +289,7 @@ class Connection:
 
 def test_the_link_brings_an_image_in_parts_until_the_broker_has_answered(monkeypatch):
     """In a new session it is brought again as a whole; who waits for it gets one answer, also at the link's end."""
-    monkeypatch.setattr("april.wire.image_parts.PART_BYTES", 4)
+    monkeypatch.setattr("april.wire.sessions.IMAGE_PART_BYTES", 4)
 
     async def play():
         link = BrokerLink(SimpleNamespace(wake_by=lambda file: None), 4, "", None)

@@ -8,7 +8,7 @@ from april import config as configuration
 from april import wire
 from april.broker.ledger.events import PromptSubmitted
 from april.data.images import name_of, prepare
-from april.wire.image_parts import image_parts
+from april.wire.sessions import image_parts
 from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker, joined
 from tests.support.picture_rows import picture, write_picture_tokenizer
 

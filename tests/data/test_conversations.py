@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april.config import ConfigError, DataSection
-from april.config.sft import SftSection
+from april.config.learner import SftSection
 from april.data.conversations import ConversationEncoder, load_conversations
 from april.data.rows import BadRow, DatasetRow
 from april.data.tokenizer import Tokenizer

@@ -49,7 +49,7 @@ NOTICED = {
     "observe.dashboard.folder:Runs.__init__": "test_a_dashboard_goes_on_reading",
     "trainers.adapters.areal:ArealEngine.callback_addr": "its answers are ignored",
     "trainers.rollouts.aio:AsyncRollouts.__init__": WAITED_FOR,
-    "trainers.rollouts.images:PromptImages.prepare": WAITED_FOR,
+    "trainers.rollouts.prompts:PromptImages.prepare": WAITED_FOR,
     "util.lifetime:PartThread": ENDS_ITS_PART,
     "util.objects:ObjectStore._try": "test_whoever_waits_gets_the_error",
     "util.pool:ProcessPool.__init__": "test_whoever_waits_gets_the_error",

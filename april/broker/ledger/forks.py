@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from april.broker.ledger.placed_images import images_before
-from april.broker.ledger.samples import AgentSample, Sample, SampleState, as_agent_sample
+from april.broker.ledger.samples import AgentSample, Sample, SampleState, as_agent_sample, images_before
 
 Superseded = Sequence[tuple[int, int]]
 """(fork number, length) per fork: tokens after `length` were seen only by an earlier execution of the agent, and are

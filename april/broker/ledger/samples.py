@@ -1,14 +1,17 @@
 """Groups, samples and leases: the plain data of the ledger."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
 from typing import Any
 
 from april.broker.ledger.chunk_refs import ChunkRef, Segment, add_chunk_ref, chunk_refs_in, segments_in
-from april.broker.ledger.placed_images import PlacedImage, images_before
+
+PlacedImage = tuple[str, int]
+"""(name of an image that an agent has sent, offset in the response of the first token that may be a placeholder of
+it)."""
 
 
 class SampleState(StrEnum):
@@ -364,6 +367,11 @@ class Lease:
     @property
     def for_group(self) -> bool:
         return self.scoring and self.sample.group.group_scored
+
+
+def images_before(images: Iterable[PlacedImage], length: int) -> tuple[PlacedImage, ...]:
+    """The images in the first `length` tokens of a response, which end a turn."""
+    return tuple(image for image in images if image[1] < length)
 
 
 def needs_agent(sample: Sample) -> bool:

@@ -28,9 +28,9 @@ from april.launch.check import (
     is_plain,
     try_apart,
 )
-from april.launch.conversation_checks import inspect_conversations
 from april.launch.dry_run import count_of, describe_model, describe_training
 from april.launch.memory import adapter_parameters, read_shape
+from april.launch.row_checks import inspect_conversations
 from april.launch.sft.source import STOP_FILE, ConversationBook, checked_order
 from april.launch.supervisor import Part, RunFailed
 from april.util.errors import refuse
