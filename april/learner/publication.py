@@ -3,7 +3,6 @@
 import logging
 import time
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,48 +13,54 @@ from april.learner.prefetch import Weights, WeightSender
 from april.learner.process_group import all_gather_values, is_on_one_machine, long_wait_group
 from april.learner.snapshot_writing import SnapshotWriting
 from april.learner.trainer import Trainer
-from april.learner.weight_parts import gather_part
+from april.learner.weight_parts import divide, gather_part
 from april.util.errors import refuse
 from april.util.pulse import MAIN
 from april.weights import TRANSPORTS
-from april.weights.channel import WeightPart, connect_to_store
-from april.weights.parts import PartCommands, PartSender
+from april.weights.base import BaseWeights, PartMerger
+from april.weights.channel import TensorHead, connect_to_store
+from april.weights.parts import Description, PartCommands, PartSender
 from april.weights.publisher import WeightPublisher
-from april.weights.snapshot import Snapshot, checksums_in_server, unpack
+from april.weights.snapshot import checksums_in_server, unpack
 from april.wire.message import Version
 from april.wire.sockets.base import own_address
 
 log = logging.getLogger(__name__)
 
-Description: TypeAlias = tuple[WeightPart, dict[str, str]]
-"""Description of a rank's part of a version: the part, and the checksums that its tensors have in an inference
-server."""
-
 
 class DividedSending:
     """The ranks of a learner that each gather and send a part of the weights."""
 
-    def __init__(self, config: Config, publisher: WeightPublisher | None, device: torch.device):
-        """`publisher` is None except on rank 0; `device` is this rank's. Raises ConfigError if workers cannot reach
-        every rank. Collective."""
+    def __init__(
+        self,
+        config: Config,
+        publisher: WeightPublisher | None,
+        device: torch.device,
+        adapter_base: BaseWeights | None = None,
+    ):
+        """`publisher` is None except on rank 0; `device` is this rank's. `adapter_base`: if given, rank 0 sends an
+        adapter of this model, and all ranks a part of the complete weights to workers that do not have it. Raises
+        ConfigError if workers cannot reach every rank. Collective."""
         self.config, self.publisher = config, publisher
+        self.needs_checksums = config.engine.weights == "broadcast" and device.type == "cpu"
+        """Whether inference servers may be verified: by the checksums of their tensors, which the ranks compute."""
+        names = divided_names(adapter_base) if adapter_base else []
+        self.merger = PartMerger(adapter_base, names, self.needs_checksums) if adapter_base else None
         self._check_addresses()
         group = long_wait_group()
         self.ends: PartCommands | PartSender
         """This rank's end of the commands from rank 0 to the others."""
         if publisher:
-            self.ends = PartCommands(group)
+            self.ends = PartCommands(group, self.merger)
             publisher.share(self.ends, dist.get_world_size())
         else:
-            self.ends = PartSender(config.weights, group, device)
-        self.needs_checksums = config.engine.weights == "broadcast"
-        """Whether inference servers may be verified: by the checksums of their tensors, which the ranks compute."""
+            self.ends = PartSender(config.weights, group, device, self.merger)
         self._is_alone = self._has_gathered = False
         """Whether rank 0 sends all weights after all; whether a version has been gathered. Known on rank 0."""
 
     @classmethod
     def start(cls, trainer: Trainer, publisher: WeightPublisher | None) -> "DividedSending | None":
-        """None if rank 0 gathers and sends all weights: with `weights.senders` = "rank_0", one rank, an adapter, a
+        """None if rank 0 gathers and sends all weights: with `weights.senders` = "rank_0", one rank, a
         model whose files have its weights in another form, or workers that not every rank reaches; with "auto" also
         where inference servers receive. Collective."""
         config = trainer.config
@@ -64,13 +69,13 @@ class DividedSending:
             return None
         reaches = transport.carries_weights and (is_on_one_machine() or not transport.is_local)
         is_untried = senders == AUTO and config.engine.weights == "broadcast"
-        can_divide = reaches and not is_untried and not trainer.backend.publishes_adapter
-        if not can_divide or trainer.backend.divisible_weights() is None:
+        base = trainer.backend.adapter_base
+        if not reaches or is_untried or (base is None and trainer.backend.divisible_weights() is None):
             if publisher:
                 log.info("rank 0 gathers and sends all weights")
             return None
         try:
-            divided = cls(config, publisher, trainer.device)
+            divided = cls(config, publisher, trainer.device, base)
         except ConfigError as error:
             if senders != AUTO:
                 raise
@@ -78,7 +83,12 @@ class DividedSending:
                 log.warning("rank 0 gathers and sends all weights, since %s", error)
             return None
         if publisher:
-            log.info("each of %d ranks gathers and sends a part of the weights", dist.get_world_size())
+            done = "gathers and sends a part of the weights"
+            if base:
+                done = (
+                    "merges and sends a part of the weights to workers without the base model; others get the adapter"
+                )
+            log.info("each of %d ranks %s", dist.get_world_size(), done)
         return divided
 
     def _check_addresses(self) -> None:
@@ -118,11 +128,14 @@ class DividedSending:
                 raise
             log.warning("rank 0 sends all weights from now on, since %s", error)
         self._is_alone = True
-        self.publisher.send_alone(self.ends.collect(newest) if newest else None)
+        self.publisher.send_alone(self.ends.collect(newest) if newest and not newest.adapter else newest)
 
-    def gather(self, trainer: Trainer, version: Version) -> Snapshot:
+    def gather(self, trainer: Trainer, version: Version) -> Weights:
         """Gather this rank's part of the current weights in place of its part of the last version, and keep it to be
-        sent; returns it, on rank 0 with the descriptions of all others. Collective."""
+        sent; returns it, on rank 0 with the descriptions of all others. An adapter is rank 0's, and is merged when a
+        worker needs that. Collective."""
+        if self.merger:
+            return trainer.weights_to_publish()
         if self.publisher:
             self.publisher.withdraw()
         elif isinstance(self.ends, PartSender):
@@ -132,8 +145,7 @@ class DividedSending:
         part = gather_part(version, tensors, trainer.generation_dtype)
         if isinstance(self.ends, PartSender):
             self.ends.keep(part)
-        checks = self.needs_checksums and trainer.device.type == "cpu"
-        checksums = checksums_in_server(unpack(part.heads, part.data)) if checks else {}
+        checksums = checksums_in_server(unpack(part.heads, part.data)) if self.needs_checksums else {}
         (_, own), *others = all_gather_values((part.part, checksums), Description)
         merged = own | {name: each for _, their in others for name, each in their.items()}
         part = replace(part, others=tuple(other for other, _ in others), server_checksums=merged)
@@ -145,6 +157,15 @@ class DividedSending:
         if self.publisher:
             self.publisher.drain()
         self.ends.close()
+
+
+def divided_names(base: BaseWeights) -> list[list[str]]:
+    """Names of the tensors of a model of which each rank merges an adapter into its part."""
+    heads = [TensorHead(name, "float32", list(tensor.shape)) for name, tensor in base.tensors.items()]
+    names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    for head, owner in zip(heads, divide(heads, len(names)), strict=True):
+        names[owner].append(head.name)
+    return names
 
 
 def problem_on_route(host: str, port: int, timeout_s: float) -> str:

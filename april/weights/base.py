@@ -7,9 +7,8 @@ base = BaseWeights(folder)
 weights = dict(base.with_adapter(adapter, tensors))         # the complete weights of a version
 """
 
-import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -19,8 +18,10 @@ from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
 from april.util.files import weight_files
-from april.weights.channel import Adapter
-from april.weights.snapshot import DTYPES, Snapshot, pack, unpack
+from april.weights.canary import Canary
+from april.weights.channel import Adapter, TensorHead
+from april.weights.snapshot import DTYPES, Snapshot, checksums_in_server, pack_each, unpack
+from april.wire.message import Version
 
 DOWN, UP = "lora_A", "lora_B"
 """Last components of the names of an adapter's two tensors (A and B); the adapted layer's own tensor ends in
@@ -63,6 +64,22 @@ class BaseWeights:
             total = crc32(tensor.reshape(-1).view(torch.uint8).numpy(), total)
         return f"{total:08x}" if self.tensors else ""
 
+    def only(self, names: Iterable[str]) -> "BaseWeights":
+        """Some of the tensors."""
+        some = BaseWeights(self.folder)
+        some.tensors = {name: self.tensors[name] for name in names}
+        return some
+
+    def merged(
+        self, version: Version, adapter: Adapter, trained: Mapping[str, Tensor], canary: Canary | None = None
+    ) -> Snapshot:
+        """All weights of a version, packed one after the other as they are merged."""
+        named = (
+            (name, tensor) for name, tensor in self.tensors.items() if name in trained or name not in adapter.without
+        )
+        heads = [TensorHead(name, adapter.dtype, list(tensor.shape)) for name, tensor in named]
+        return pack_each(version, heads, (tensor for _, tensor in self.with_adapter(adapter, trained)), canary)
+
     def with_adapter(self, adapter: Adapter, trained: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights of a version, on the CPU in `adapter.dtype`. An untrained tensor may be memory-mapped, not
         copied."""
@@ -78,26 +95,31 @@ class BaseWeights:
                 yield name, base.to(dtype)
 
 
-class MergedSnapshots:
-    """The complete weights of the latest version that trains an adapter, merged once for all that need them."""
+class PartMerger:
+    """Merges a part of the complete weights on each rank of a learner, which has the files of the base model; rank 0
+    gives it what is trained."""
 
-    base: BaseWeights | None = None
-    """Base model of the adapter."""
+    def __init__(self, base: BaseWeights, names: Sequence[Sequence[str]], has_checksums: bool):
+        """`names`: of the tensors that each rank merges. `has_checksums`: whether parts have the checksums of their
+        tensors in an inference server."""
+        self.base, self.names, self.has_checksums = base, names, has_checksums
 
-    def __init__(self) -> None:
-        self._making = threading.Lock()
-        self._latest: Snapshot | None = None
+    def trained_for(self, rank: int, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The trained tensors that a rank merges."""
+        own = {name for whole in self.names[rank] for name in with_parts(whole)}
+        return {name: tensor for name, tensor in trained.items() if name in own}
 
-    def of(self, snapshot: Snapshot) -> Snapshot:
-        """The complete weights of a snapshot; itself if it has no adapter."""
-        if snapshot.adapter is None or self.base is None:
-            return snapshot
-        with self._making:
-            if self._latest is None or self._latest.version != snapshot.version:
-                trained = unpack(snapshot.heads, snapshot.data)
-                merged = dict(self.base.with_adapter(snapshot.adapter, trained))
-                self._latest = pack(snapshot.version, merged, snapshot.canary)
-            return self._latest
+    def merged(self, rank: int, version: Version, adapter: Adapter, trained: Mapping[str, Tensor]) -> Snapshot:
+        """A rank's part of the complete weights of a version."""
+        part = self.base.only(self.names[rank]).merged(version, adapter, trained)
+        checksums = checksums_in_server(unpack(part.heads, part.data)) if self.has_checksums else {}
+        return replace(part, server_checksums=checksums)
+
+
+def with_parts(name: str) -> tuple[str, str, str]:
+    """Names of a tensor that is trained whole, and of the two of an adapter beside it."""
+    layer = name.removesuffix(".weight")
+    return name, f"{layer}.{DOWN}", f"{layer}.{UP}"
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:

@@ -15,21 +15,23 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from april.config import WeightsSection
 from april.util import clock
 from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
-from april.weights.channel import ChannelInvite, link_name
+from april.weights.base import PartMerger
+from april.weights.channel import Adapter, ChannelInvite, TensorHead, WeightPart, link_name
 from april.weights.part_transfer import DeltaBases, prepare_delta, send_part
-from april.weights.snapshot import Snapshot, buckets, digest, empty_buffer
+from april.weights.snapshot import Snapshot, buckets, digest, empty_buffer, layout, pack, unpack
 from april.weights.transports import Transport
 from april.wire.message import Version
 
@@ -100,16 +102,34 @@ class EndSending(SendingCommand, frozen=True):
     """End of publication: no further version is sent."""
 
 
-AnyCommand = OpenLink | HoldPart | SendPart | CloseLink | WithdrawPart | GivePart | EndSending
+class MergePart(SendingCommand, frozen=True):
+    """Merge this rank's part of the complete weights of a version that trains an adapter, in place of the newest one.
+    Each rank is sent what is trained of its part, and sends back the part's description."""
+
+    version: Version
+    adapter: Adapter
+    trained: list[list[TensorHead]]
+    """Heads of what the ranks from 1 on are sent."""
+
+
+AnyCommand = OpenLink | HoldPart | SendPart | CloseLink | WithdrawPart | GivePart | MergePart | EndSending
 DECODER = msgspec.msgpack.Decoder(AnyCommand)
+Description: TypeAlias = tuple[WeightPart, dict[str, str]]
+"""Description of a rank's part of a version: the part, and the checksums that its tensors have in an inference
+server."""
+DESCRIPTIONS = msgspec.msgpack.Decoder(Description | str)
+"""Decoder of what a rank says of its part, or why it has none."""
 
 
 class PartCommands:
     """Sends commands from rank 0 to all other ranks, in order, in a thread."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        """`group`: gloo group of all ranks that nothing else uses, with a timeout of days."""
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, merger: PartMerger | None = None):
+        """`group`: gloo group of all ranks that nothing else uses, with a timeout of days. `merger`: of a run that
+        trains an adapter."""
+        self.group, self.merger = group, merger
+        self.adapter_base = merger and merger.base.checksum
+        """Checksum of the model that a worker needs only an adapter of, which rank 0 sends; None without an adapter."""
         self.is_reached = False
         """Whether a worker has joined a channel over the links of all ranks."""
         self.unreached = 0
@@ -137,6 +157,40 @@ class PartCommands:
     def collect(self, part: Snapshot) -> Snapshot:
         """The whole of the newest version, of which `part` is rank 0's, from the parts that the other ranks keep."""
         return self.ask(GivePart(), partial(received_parts, part, self.group))
+
+    def merge(self, snapshot: Snapshot, adapter: Adapter) -> Snapshot:
+        """Have each rank merge its part of the complete weights of a version; returns rank 0's. Raises RuntimeError if
+        one cannot."""
+        assert self.merger
+        trained, ranks = unpack(snapshot.heads, snapshot.data), range(dist.get_world_size(self.group))
+        given = [pack(snapshot.version, self.merger.trained_for(rank, trained)) for rank in ranks]
+        command = MergePart(snapshot.version, adapter, [each.heads for each in given[1:]])
+        own, answers = self.ask(command, partial(self._merge, command, given))
+        others = list[Description]()
+        for rank, answer in enumerate(answers, 1):
+            if isinstance(answer, str):
+                raise RuntimeError(f"rank {rank} cannot merge its part: {answer}")
+            others.append(answer)
+        if isinstance(own, str):
+            raise RuntimeError(f"rank 0 cannot merge its part: {own}")
+        checksums = dict(own.server_checksums)
+        for _, their in others:
+            checksums |= their
+        parts = tuple(part for part, _ in others)
+        return replace(own, canary=snapshot.canary, others=parts, server_checksums=checksums)
+
+    def _merge(self, command: MergePart, given: list[Snapshot]) -> tuple[Snapshot | str, list[Description | str]]:
+        """Rank 0's part, and what the others say of theirs."""
+        for rank, each in enumerate(given[1:], 1):
+            send_bytes(each.data, rank, self.group)
+        own = merged_or_why(self.merger, 0, command, given[0].heads, given[0].data)
+        answers = list[Description | str]()
+        for rank in range(1, len(given)):
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, rank, self.group)
+            answer = receive_bytes(empty_buffer(int(size)), rank, self.group)
+            answers.append(DESCRIPTIONS.decode(answer.numpy().tobytes()))
+        return own, answers
 
     def close(self, timeout_s: float = END_S) -> None:
         """Tell the other ranks that nothing is published any more."""
@@ -166,10 +220,34 @@ def received_parts(part: Snapshot, group: dist.ProcessGroup) -> Snapshot:
     own, *others = data.split([each.total_bytes for each in part.parts])
     own.copy_(part.data)
     for rank, place in enumerate(others, 1):
-        for piece in buckets(place, PIECE_BYTES) if len(place) else ():
-            dist.recv(piece, rank, group)
+        receive_bytes(place, rank, group)
     heads = [head for each in part.parts for head in each.tensors]
     return Snapshot(part.version, heads, data, digest(data), part.canary)
+
+
+def merged_or_why(
+    merger: PartMerger | None, rank: int, command: MergePart, heads: list[TensorHead], data: Tensor
+) -> Snapshot | str:
+    """A rank's part of the complete weights, of which `data` is what is trained, or why it cannot be merged."""
+    assert merger
+    try:
+        return merger.merged(rank, command.version, command.adapter, unpack(heads, data))
+    except Exception as error:  # rank 0 waits for what becomes of each part
+        log.exception("the part of %s cannot be merged", command.version)
+        return str(error)
+
+
+def send_bytes(data: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    """Send uint8 [bytes] to a rank."""
+    for piece in buckets(data, PIECE_BYTES) if len(data) else ():
+        dist.send(piece, rank, group)
+
+
+def receive_bytes(data: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
+    """Receive uint8 [bytes] from a rank, in place."""
+    for piece in buckets(data, PIECE_BYTES) if len(data) else ():
+        dist.recv(piece, rank, group)
+    return data
 
 
 # --- the sender of a part ---------------------------------------------------------------------------------------------
@@ -191,9 +269,15 @@ class SendingLink:
 class PartSender:
     """Sends this rank's parts to the workers, in a thread for each, as rank 0 says."""
 
-    def __init__(self, config: WeightsSection, group: dist.ProcessGroup, device: torch.device):
-        """`group`: as in `PartCommands`. `device`: the rank's, through whose memory nccl sends."""
-        self.config, self.group, self.rank, self.device = config, group, dist.get_rank(), device
+    def __init__(
+        self,
+        config: WeightsSection,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        merger: PartMerger | None = None,
+    ):
+        """`group`, `merger`: as in `PartCommands`. `device`: the rank's, through whose memory nccl sends."""
+        self.merger, self.config, self.group, self.rank, self.device = merger, config, group, dist.get_rank(), device
         self._transport: Transport = TRANSPORTS.find(config.transport)(config)
         self._changed = threading.Condition()
         self._newest: Snapshot | None = None
@@ -250,10 +334,23 @@ class PartSender:
                 self._changed.notify_all()
             elif isinstance(command, GivePart) and self._newest:
                 self._bases = DeltaBases("off")  # rank 0 makes the deltas
-                for piece in buckets(self._newest.data, PIECE_BYTES) if len(self._newest.data) else ():
-                    dist.send(piece, 0, self.group)
+                send_bytes(self._newest.data, 0, self.group)
+            elif isinstance(command, MergePart):
+                self._merge(command)
             elif isinstance(command, HoldPart | SendPart | CloseLink) and (known := self._links.get(command.channel)):
                 self._direct(known, command)
+
+    def _merge(self, command: MergePart) -> None:
+        """Merge this rank's part, and tell rank 0 of it."""
+        self._newest, heads = None, command.trained[self.rank - 1]
+        data = receive_bytes(empty_buffer(layout(heads)[1]), 0, self.group)
+        made = merged_or_why(self.merger, self.rank, command, heads, data)
+        if isinstance(made, Snapshot):
+            self._newest = made
+        said = made if isinstance(made, str) else (made.part, dict(made.server_checksums))
+        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(said)), dtype=torch.uint8)
+        dist.send(torch.tensor([len(encoded)]), 0, self.group)
+        send_bytes(encoded, 0, self.group)
 
     def _direct(self, link: SendingLink, command: HoldPart | SendPart | CloseLink) -> None:
         """Carry out a command about one link."""

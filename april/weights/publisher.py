@@ -25,7 +25,7 @@ from april.config.section import AUTO
 from april.util import clock
 from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
-from april.weights.base import AdapterWeights, MergedSnapshots
+from april.weights.base import AdapterWeights
 from april.weights.canary import Canary
 from april.weights.chains import Chains, Claim, forwarded_bytes
 from april.weights.channel import (
@@ -44,6 +44,7 @@ from april.weights.channel import (
     forget_keys,
     serve_store,
 )
+from april.weights.merged import MergedSnapshots
 from april.weights.part_transfer import (
     DeltaBases,
     copies_sent,
@@ -300,6 +301,8 @@ class WeightPublisher:
             made = (name, join.name, route, backend, clock.now())
             channel = WeightChannel(*made, acknowledged=join.held, server_ranks=join.ranks, key=peer.key)
             channel.base, channel.digest, channel.senders = join.base, join.digest, self._senders
+            if self._ranks and join.base == self._ranks.adapter_base:
+                channel.senders = 1
             self._channels[name] = channel
         self._start_thread(name, self._run_channel, channel)
 
@@ -333,7 +336,9 @@ class WeightPublisher:
                         version = taken.snapshot.version
                     else:
                         snapshot, workers = taken
-                        self._transfer(channel, link, self._snapshot_for(channel, snapshot), workers)
+                        form = self._merged.form_for(channel, snapshot, self._other_senders(channel))
+                        self._transfer(channel, link, form, workers)
+                        del form
                         version = snapshot.version
                         del snapshot
                     channel.last_seen = clock.now()
@@ -404,24 +409,17 @@ class WeightPublisher:
 
     def _begin(self, channel: WeightChannel, snapshot: Snapshot) -> tuple[Snapshot, int]:
         """Begin to send a snapshot to a channel's worker. Called with `_changed` held."""
-        if others := self._other_senders(channel):  # before the next version replaces this one
+        others = self._other_senders(channel)
+        if others and not snapshot.adapter:  # before the next version replaces this one
             others.tell(HoldPart(channel.name, snapshot.version, bool(delta_base_for(channel, snapshot))))
         channel.state = "sending"
         workers = self._chains.claim(channel, snapshot, partial(delta_base_for, snapshot=snapshot))
         self._changed.notify_all()
         return snapshot, workers
 
-    def _snapshot_for(self, channel: WeightChannel, snapshot: Snapshot) -> Snapshot:
-        """The snapshot in the form that the channel's worker accepts: an adapter or complete weights."""
-        if snapshot.adapter is None or channel.base == snapshot.adapter.base:
-            return snapshot
-        if not channel.transfers:
-            log.info("%s does not take adapters of this model, and is sent all weights", channel.worker)
-        return self._merged.of(snapshot)
-
     def _follow(self, channel: WeightChannel, claim: Claim) -> None:
         """Have a worker receive a version from the one before it in its chain."""
-        snapshot = self._snapshot_for(channel, claim.snapshot)
+        snapshot = self._merged.form_for(channel, claim.snapshot, self._other_senders(channel), sends=False)
         channel.transfers, channel.sent_bytes = channel.transfers + 1, 0
         manifest = self._manifest(channel, snapshot, {}, claim.delta_to)
         size = forwarded_bytes(snapshot.parts, self.bucket_bytes, claim.workers)

@@ -84,9 +84,21 @@ def pack(
 ) -> Snapshot:
     """Copy tensors into one buffer on `device`, in the order of the mapping, and describe them in a snapshot."""
     heads = [TensorHead(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+    return pack_each(version, heads, tensors.values(), canary, adapter, device)
+
+
+def pack_each(
+    version: Version,
+    heads: list[TensorHead],
+    tensors: Iterable[Tensor],
+    canary: Canary | None = None,
+    adapter: Adapter | None = None,
+    device: str = "cpu",
+) -> Snapshot:
+    """As `pack`, of tensors that are made one after the other and have these heads."""
     offsets, total = layout(heads)
     data = empty_buffer(total, device)
-    for offset, tensor in zip(offsets, tensors.values(), strict=True):
+    for offset, tensor in zip(offsets, tensors, strict=True):
         flat = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
         data[offset : offset + flat.numel()] = flat
     clear_padding(heads, data)

@@ -3,7 +3,7 @@ there is a file `publish_STEP` beside the file in which the ranks meet, it publi
 the figures.
 
 Its arguments: its rank, the number of ranks, the file in which they meet, the transport, deadlines in seconds to
-publish and to transfer, `weights.delta` and `weights.senders`.
+publish and to transfer, `weights.delta`, `weights.senders`, and the folder of the base model if an adapter is trained.
 """
 
 import json
@@ -25,6 +25,8 @@ from april.learner.held_tensors import HeldTensor
 from april.learner.process_group import long_wait_group
 from april.learner.publication import DividedSending
 from april.learner.weight_parts import WeightTensor
+from april.weights.base import AdapterWeights, BaseWeights
+from april.weights.channel import Adapter
 from april.weights.publisher import WeightPublisher
 from april.wire.message import Version
 
@@ -48,7 +50,17 @@ def sharded(step: int, mesh: DeviceMesh) -> list[WeightTensor]:
     ]
 
 
-def main(rank: int, ranks: int, store: str, section: WeightsSection) -> None:
+def adapted(folder: Path, step: int) -> AdapterWeights:
+    """What is trained of a step, where the model of a folder has an adapter."""
+    generator, shapes = torch.Generator().manual_seed(step), {"layers.0.norm.weight": (2, 2000)}
+    for layer in ("layers.0.q_proj", "layers.0.k_proj"):
+        shapes |= {f"{layer}.lora_A": (4, 2000), f"{layer}.lora_B": (ROWS[f"{layer}.weight"], 4)}
+    trained = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    base = BaseWeights(folder)
+    return AdapterWeights(trained, Adapter(base.checksum, 0.25, "bfloat16"), base)
+
+
+def main(rank: int, ranks: int, store: str, section: WeightsSection, model: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
@@ -56,7 +68,8 @@ def main(rank: int, ranks: int, store: str, section: WeightsSection) -> None:
     engine = SimpleNamespace(weights="broadcast" if section.senders == "all" else "disk")
     config = SimpleNamespace(weights=section, learner=LearnerSection(), engine=engine)
     publisher = WeightPublisher(section, "test", "cpu") if rank == 0 else None
-    backend = SimpleNamespace(publishes_adapter=False, divisible_weights=lambda: sharded(0, mesh))
+    base = BaseWeights(Path(model)) if model else None
+    backend = SimpleNamespace(adapter_base=base, divisible_weights=lambda: sharded(0, mesh))
     trainer = SimpleNamespace(config=config, backend=backend, generation_dtype=None, device=torch.device("cpu"))
     waiting, divided = long_wait_group(), DividedSending.start(trainer, publisher)
     if publisher:
@@ -68,12 +81,14 @@ def main(rank: int, ranks: int, store: str, section: WeightsSection) -> None:
             time.sleep(0.005)
         dist.barrier(waiting)
         backend.divisible_weights = partial(sharded, step, mesh)
+        trainer.weights_to_publish = partial(adapted, Path(model), step)
         part = divided.gather(trainer, Version(0, step)) if divided else weights(step)
         if publisher:
             print(json.dumps(publisher.publish(Version(0, step), part)), flush=True)
 
 
 if __name__ == "__main__":
-    own, all_ranks, path, kind, publish, transfer, deltas, senders = sys.argv[1:]
+    own, all_ranks, path, kind, publish, transfer, deltas, senders, folder = sys.argv[1:]
     deadlines = {"publish_deadline_s": float(publish), "transfer_deadline_s": float(transfer)}
-    main(int(own), int(all_ranks), path, WeightsSection(transport=kind, delta=deltas, senders=senders, **deadlines))
+    chosen = WeightsSection(transport=kind, delta=deltas, senders=senders, **deadlines)
+    main(int(own), int(all_ranks), path, chosen, folder)

@@ -190,7 +190,7 @@ def test_an_adapter_is_sent_alone_to_workers_with_its_base_model_and_all_weights
     publisher, worker, make_model, caplog
 ):
     """However the model is divided into files, and for workers that join late, too."""
-    caplog.set_level("INFO", logger="april.weights.publisher")
+    caplog.set_level("INFO", logger="april.weights.merged")
     own = make_model("learner")
     first = worker("w0", model=[make_model("same", files=2)])
     size = publisher.publish(Version(0, 0), adapted(own, 0))["publish_bytes"]

@@ -9,10 +9,12 @@ from subprocess import PIPE
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from april.config import WeightsSection
 from april.learner.weight_parts import divide
 from april.util import clock
+from april.weights.base import BaseWeights
 from april.weights.channel import WORKER, TensorHead, connect_to_store, join, link_name
 from april.weights.publisher import SILENCE_S
 from april.weights.receiver import WeightReceiver
@@ -20,7 +22,7 @@ from april.weights.snapshot import byte_size, server_buckets
 from april.weights.transports import GroupLink
 from tests.support.run_processes import wait_until
 from tests.support.warm_imports import Popen
-from tests.weights.part_ranks import weights
+from tests.weights.part_ranks import adapted, weights
 from tests.weights.test_channels import PATIENCE_S, ChannelWorker
 
 RANKS = 3
@@ -29,9 +31,12 @@ RANKS = 3
 class Learner:
     """A learner of three ranks, which publishes each step when it is told to."""
 
-    def __init__(self, folder, transport, publish_s=PATIENCE_S, transfer_s=PATIENCE_S, delta="off", senders="all"):
+    def __init__(
+        self, folder, transport, publish_s=PATIENCE_S, transfer_s=PATIENCE_S, delta="off", senders="all", model=""
+    ):
         self.folder, self.transport, self.delta, self.workers = folder, transport, delta, []
         arguments = [str(RANKS), str(folder / "ranks"), transport, str(publish_s), str(transfer_s), delta, senders]
+        arguments.append(str(model))
         program = [sys.executable, "-m", "tests.weights.part_ranks"]
         pipes = {"stdout": PIPE, "stderr": PIPE, "text": True}
         self.ranks = [Popen([*program, str(rank), *arguments], **pipes) for rank in range(RANKS)]
@@ -142,21 +147,21 @@ class Server:
         """The sum over the tensors of one part."""
         return float(self.values(part, sender, timeout_s).double().sum())
 
-    def values(self, part, sender, timeout_s=PATIENCE_S):
+    def values(self, part, sender, timeout_s=PATIENCE_S, dtype=torch.float32):
         """The values of one part, tensor by tensor."""
         sizes = [sum(map(byte_size, heads)) for heads in server_buckets(part.tensors, 16 << 20)]
         data = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         self.links[sender].receive(data, clock.now() + timeout_s)
-        return torch.cat(data).view(torch.float32)
+        return torch.cat(data).view(dtype)
 
 
 @pytest.fixture
 def serve():
-    """serve(learner, server): the receiver of a worker in whose stead `server` joins."""
+    """serve(learner, server): the receiver of a worker, in whose stead `server` joins."""
     receivers = []
 
-    def begin(ranks, server):
-        receivers.append(WeightReceiver(WeightsSection(), "uid", "w0", "cpu", server=server))
+    def begin(ranks, server=None, name="w0", **options):
+        receivers.append(WeightReceiver(WeightsSection(), f"uid-{name}", name, "cpu", server=server, **options))
         receivers[-1].connect(ranks.address)
         return receivers[-1]
 
@@ -201,11 +206,29 @@ def test_a_learner_whose_other_ranks_no_worker_reaches_ends_with_a_sentence(lear
     assert "key 'weights.senders' = 'all' has not worked: 3 times a worker reached rank 0" in said
 
 
+@pytest.fixture
+def model(tmp_path):
+    """The folder of a base model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(weights(9), folder / "model.safetensors")
+    return folder
+
+
+def merged(model, step):
+    """The weights of a step where the model of a folder has an adapter, as one process merges them."""
+    version = adapted(model, step)
+    return dict(version.base.with_adapter(version.adapter, version.tensors))
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("delta", ["off", "auto"])
-def test_by_default_rank_0_sends_all_once_no_worker_has_reached_the_other_ranks(learner, serve, delta):
+@pytest.mark.parametrize(("delta", "is_adapter"), [("off", False), ("auto", False), ("off", True)])
+def test_by_default_rank_0_sends_all_once_no_worker_has_reached_the_other_ranks(
+    learner, serve, model, delta, is_adapter
+):
     """Beginning with the version that none has got, which the ranks still keep in parts."""
-    ranks, server = learner("collective", delta=delta, senders="auto"), Server(joins=1)
+    ranks = learner("collective", delta=delta, senders="auto", model=model if is_adapter else "")
+    server, dtype = Server(joins=1), torch.bfloat16 if is_adapter else torch.float32
     receiver = serve(ranks, server)
     ranks.publish(0)
     for step in range(3):
@@ -213,15 +236,45 @@ def test_by_default_rank_0_sends_all_once_no_worker_has_reached_the_other_ranks(
         staged = receiver.take()
         (part,) = staged.manifest.parts
         staged.post()
-        sent = weights(step)
+        sent = merged(model, step) if is_adapter else weights(step)
         assert {head.name for head in part.tensors} == sent.keys()
-        assert torch.equal(server.values(part, 0), torch.cat([sent[head.name].flatten() for head in part.tensors]))
+        expected = torch.cat([sent[head.name].flatten() for head in part.tensors])
+        assert torch.equal(server.values(part, 0, dtype=dtype), expected)
         receiver.loaded(staged.version)
         ranks.begin(step + 1)
     ranks.end()
     said = ranks.ranks[0].stderr.read()
     assert "rank 0 sends all weights from now on, since key 'weights.senders' = 'auto' has not worked" in said
     assert "listen where workers reach it (weights.host)" in said
+
+
+@pytest.mark.full
+def test_each_rank_merges_a_part_for_workers_without_the_adapter_s_base_and_others_get_the_adapter(
+    learner, serve, model
+):
+    """The same bits as rank 0 would merge, when the worker comes late, too; and no rank has more than its share."""
+    ranks, server = learner("collective", model=model), Server()
+    beside = serve(ranks, name="w1", base=BaseWeights(model), adapts=lambda: True)
+    figures = ranks.publish(0)
+    without, alone = serve(ranks, name="w2"), serve(ranks, server, name="w3")
+    for step in range(2):
+        wait_until(lambda: beside.has_staged and without.has_staged and alone.has_staged)
+        expected, trained = merged(model, step), adapted(model, step).tensors
+        staged = [each.take() for each in (beside, without, alone)]
+        assert all(torch.equal(tensor, trained[name]) for name, tensor in staged[0].tensors.items())
+        assert staged[1].tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in staged[1].tensors.items())
+        parts = staged[2].manifest.parts
+        for sender, part in enumerate(parts):
+            staged[2].post()
+            sent = server.values(part, sender, dtype=torch.bfloat16)
+            assert torch.equal(sent, torch.cat([expected[head.name].flatten() for head in part.tensors]))
+        sizes = [part.total_bytes for part in parts]
+        assert len(sizes) == RANKS and max(sizes) == expected["table.weight"].nbytes
+        for receiver, each in zip((beside, without, alone), staged, strict=True):
+            receiver.loaded(each.version)
+        ranks.begin(step + 1)
+    assert figures["publish_bytes"] == sum(tensor.nbytes for tensor in trained.values())
 
 
 @pytest.fixture

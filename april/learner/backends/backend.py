@@ -29,7 +29,7 @@ from april.learner.performance import Cost, Seconds, untimed
 from april.learner.vision import ImagePacker
 from april.learner.weight_parts import WeightTensor
 from april.util.pulse import MAIN
-from april.weights.base import AdapterWeights
+from april.weights.base import AdapterWeights, BaseWeights
 
 Loss = Callable[..., Tensor]
 """Function (index of a micro-batch, log-probabilities [K], entropies [K] of its K target tokens, and with a teacher the
@@ -122,9 +122,9 @@ class Backend(ABC):
         return None
 
     @property
-    def publishes_adapter(self) -> bool:
-        """Whether `weights_to_publish` gives an adapter."""
-        return False
+    def adapter_base(self) -> BaseWeights | None:
+        """The base model of the adapter that `weights_to_publish` gives; None if it gives all weights."""
+        return None
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
         """Tensors to send to the workers, on rank 0: all weights, or an adapter. Collective."""

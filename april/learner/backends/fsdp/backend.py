@@ -99,8 +99,8 @@ class FSDPBackend(Backend):
         return self.divisible.tensors(lora.held_weights(self.lm))
 
     @property
-    def publishes_adapter(self) -> bool:
-        return self.files is not None
+    def adapter_base(self) -> BaseWeights | None:
+        return None if self.files is None else self.base
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
         """All weights in `dtype`, or the adapter in fp32, from which workers make weights in `dtype`. Collective."""
