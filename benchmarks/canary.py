@@ -36,7 +36,7 @@ from april.workers.engines.base import Engine
 from april.workers.engines.conformance.scores import FAULTS
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.weight_intake import WeightCheck
+from april.workers.engines.weight_loading import WeightCheck
 
 CPU = torch.device("cpu")
 QUICKSTART_LR = 5e-4

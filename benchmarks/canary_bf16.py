@@ -24,7 +24,7 @@ from april.weights.canary import SUSPECT, Canary
 from april.weights.receiver import StagedWeights
 from april.wire.message import Version
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.weight_intake import WeightCheck, WrongWeights
+from april.workers.engines.weight_loading import WeightCheck, WrongWeights
 
 Weights = dict[str, torch.Tensor]
 

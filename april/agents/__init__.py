@@ -5,5 +5,5 @@ from april.util.registry import Registry
 PROGRAMS = Registry(
     "agent.program",
     "agent",
-    {"gymnasium": "april.agents.gymnasium:Gymnasium", "verifiers": "april.agents.verifiers:Verifiers"},
+    {"gymnasium": "april.agents.gymnasium:Gymnasium", "verifiers": "april.agents.verifiers_package:Verifiers"},
 )

@@ -2,8 +2,8 @@
 
 A ROUTER socket serves connections round-robin, so that a learner's three messages for a batch would wait behind three
 reports of every worker. Therefore the inbox receives everything that has arrived, up to 64 MiB, before anything is
-handled. Messages of learners, monitors and operators, and of workers' control connections, go first; reports follow in
-order of arrival. The messages of one connection stay in order.
+handled. Messages of all peers that hold no leases (learner, its machines, monitors), and of the control connections of
+those that do, go first; reports follow in order of arrival. The messages of one connection stay in order.
 """
 
 from collections import Counter, deque

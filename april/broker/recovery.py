@@ -32,7 +32,7 @@ from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
 from april.broker.snapshots import rebuild_ledger
-from april.broker.telemetry.metrics_file import parse_line, read_lines
+from april.broker.telemetry.metrics_file import cut_lines, parse_line
 from april.broker.telemetry.sample_history import SampleHistory
 from april.config import Config
 from april.config.stored import StoredCheckpoints, is_step
@@ -46,7 +46,7 @@ NOTE = struct.Struct(">QI")
 CHECKPOINT = re.compile(r"step_(\d{6,})")
 TAIL_BYTES = 8 << 20
 """Bytes at the end of metrics.jsonl that are searched for its last complete record."""
-CHOICE = "april run CONFIG --resume --accept-loss"
+ACCEPT_LOSS_COMMAND = "april run CONFIG --resume --accept-loss"
 """Command that continues a run without the events that its journal has lost."""
 
 
@@ -95,7 +95,7 @@ def rebuild(
     try:
         position = rebuild_ledger(ledger, history or SampleHistory(ledger), snapshots, journal.replay)
     except Damaged as error:
-        raise Damaged(f"{error}, or go on without what follows it: {CHOICE}") from None
+        raise Damaged(f"{error}, or go on without what follows it: {ACCEPT_LOSS_COMMAND}") from None
     if (missing := find_missing(journal.folder, live_positions(ledger))) is not None:
         raise JournalError(f"journal {journal.folder} lacks the file with position {missing}; restore it from a copy")
     return position
@@ -110,7 +110,7 @@ def check_complete(run_dir: Path, journal: Journal, ledger: Ledger, stored: Coll
     if lost := proofs_of_loss(run_dir, journal, ledger, stored):
         raise JournalError(
             f"journal {journal.folder} has lost acknowledged facts: {'; '.join(lost)}; restore it from a copy, or go "
-            f"on without them: {CHOICE}"
+            f"on without them: {ACCEPT_LOSS_COMMAND}"
         )
 
 
@@ -120,7 +120,7 @@ def proofs_of_loss(run_dir: Path, journal: Journal, ledger: Ledger, stored: Coll
     if (missing := journal.known_synced - journal.end) > 0:
         found.append(f"it ends at {journal.end} and was on disk up to {journal.known_synced}, {missing} bytes further")
     if step > ledger.steps.frontier:
-        found.append(f"metrics.jsonl has step {step}, and it {ledger.steps.frontier} trained ones")
+        found.append(f"metrics.jsonl has step {step}, and the journal has {ledger.steps.frontier}")
     if checkpoints and max(checkpoints) > ledger.steps.next:
         found.append(f"there is a checkpoint of step {max(checkpoints)}, and it has {ledger.steps.next} batches")
     return found
@@ -165,8 +165,7 @@ def accept_loss(config: Config, stored: StoredCheckpoints | None = None) -> list
     finally:
         journal.close()
         note.close()
-    for _ in read_lines(run_dir / "metrics.jsonl", ledger.steps.frontier):
-        pass  # it cuts off what follows
+    cut_lines(run_dir / "metrics.jsonl", ledger.steps.frontier)
     for step, path in checkpoints_of(run_dir).items():
         if step > ledger.steps.next:
             path.rename(path.with_suffix(".beyond"))

@@ -61,7 +61,7 @@ def make_pictures(out: Path, train: int, heldout: int, seed: int) -> int:
 )
 def verifiers(name: str, arguments: dict[str, Any], out: Path | None, most: int) -> int:
     """Write the rows of an environment of the package `verifiers` as prompts."""
-    from april.agents.verifiers import write_rows
+    from april.agents.verifiers_package import write_rows
 
     for path in write_rows(name, arguments, out or Path("cache", name.replace("/", "-")), most):
         print(path)

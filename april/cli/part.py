@@ -59,9 +59,9 @@ def part(
     from april.launch.part import LearnerNode, supervise_part
 
     learner_node = LearnerNode(nodes, node, meeting) if nodes > 1 else None
-    computes = role in ("learner", "worker")
-    rows: dict[str, Literal["rows", "conversations"]] = {"broker": "rows", "learner": "conversations"}
-    fetcher = Fetcher("weights" if computes else "tokenizer", rows.get(role))
+    needs_weights = role in ("learner", "worker")
+    prompts_of_role: dict[str, Literal["rows", "conversations"]] = {"broker": "rows", "learner": "conversations"}
+    fetcher = Fetcher("weights" if needs_weights else "tokenizer", prompts_of_role.get(role))
     loaded = load(config, overrides, inputs=(), fetch=fetcher)
     for fact in fetcher.facts:
         print(f"april part: {fact}", file=sys.stderr, flush=True)

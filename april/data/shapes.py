@@ -26,6 +26,7 @@ COLOURS = {"R": (220, 40, 40), "G": (30, 160, 60), "B": (40, 70, 220)}
 SHAPES = ("circle", "square", "triangle")
 BACKGROUND = 245
 LARGEST_COUNT = 9
+"""Largest answer of a task, so that each answer is one digit."""
 EMPTY_SHARE = 0.3
 """Share of the cells without a shape."""
 QUESTION = "{}?"
@@ -35,7 +36,7 @@ class CountingTask(NamedTuple):
     cells: str
     """Colour of the shape in each cell, row by row; a full stop for none."""
     kinds: str
-    """Number of the shape in each cell, in `SHAPES`."""
+    """One digit a cell: its shape's index in `SHAPES`."""
     colour: str
     """Colour whose shapes are counted."""
 

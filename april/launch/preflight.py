@@ -43,7 +43,7 @@ def examine(
     """Make all checks of a configuration: requirements, rows, and one call of each user-defined function.
 
     `devices`: names of the accelerators; `patience_s`: time for grading beyond the first row of each verifier;
-    `everything`: render the prompts of all rows, however long that takes; `has_learner`: as of `check_run`.
+    `everything`: render the prompts of all rows, however long that takes; `has_learner`: as for `check_run`.
     """
     found, shape = Findings(), read_shape(config.model.path)
     with Rehearsal(config, found) as rehearsal:

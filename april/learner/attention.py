@@ -48,8 +48,8 @@ class Reach:
     """Size of the chunks, counted from the start of a sequence, across which no token sees; None for none."""
 
     def squares(self, length: int) -> int:
-        """Twice the pairs of tokens that a sequence's tokens see, as if half of each token saw itself: the square of
-        `length` if they see all earlier ones."""
+        """Work of causal attention over a sequence of `length` tokens, where a pair of tokens counts 2: `length**2` if
+        every token sees all earlier ones."""
         if self.chunk is not None:
             return length // self.chunk * self.chunk**2 + (length % self.chunk) ** 2
         return length**2 - max(0, length - (self.window or length)) ** 2
@@ -83,8 +83,8 @@ def packed_attention(
     `attention_mask` is what `reach_of_mask` returned. `sliding_window`, `softcap`, `s_aux` (sinks) and `position_bias`
     are as transformers passes them, and described in `Variant`. `packing` stands for `seq_lens`, `cu_seq_lens_q` (int32
     [sequences + 1]) and `max_length_q`; the latter two are for accelerators. Which kernel runs is up to
-    `choose_kernel`. Where `packing` has an exchange, T are this rank's tokens of the row. Raises PackedAttentionError
-    for inputs that none supports.
+    `choose_kernel`. Where `packing` has an exchange (context parallelism), T are this rank's tokens of the row. Raises
+    PackedAttentionError for inputs that no kernel supports.
     """
     if packing is not None and (exchange := packing.exchange):
         check_exchanged(query, position_bias, exchange.ranks)

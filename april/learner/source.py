@@ -1,6 +1,7 @@
 """The learner's client of the broker: fetches batches, and reports consumed batches and durable checkpoints."""
 
 import contextlib
+import dataclasses
 import os
 import queue
 import threading
@@ -8,10 +9,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from dataclasses import replace as replace_sample
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec import structs
 
 from april import wire
 from april.data.support import Support
@@ -81,7 +81,7 @@ class BrokerSource:
 
     def fetch(self, step: int) -> TrainingBatch | None:
         keeps = self.keeps_samples
-        parts = self._ask(wire.Fetch(step, keeps is not None and keeps(step), keeps is not None), is_complete)
+        parts = self._ask(wire.Fetch(step, keeps is not None and keeps(step), keeps is not None), has_whole_batch)
         heads = [head for part in parts for head in part.message.groups]
         images = self._images(list(dict.fromkeys(name for head in heads for name in names_of_images(head))))
         if isinstance(parts[0].message, wire.Finished):
@@ -228,7 +228,7 @@ class BrokerSource:
             pending[request.send(self.connection)] = request
 
 
-def is_complete(answers: list[wire.Received]) -> bool:
+def has_whole_batch(answers: list[wire.Received]) -> bool:
     """Whether all messages of the answer to a Fetch request have arrived; after a resend a message may arrive twice."""
     last = answers[-1].message
     if not isinstance(last, wire.Batch):
@@ -253,13 +253,16 @@ def decode_groups(
     and log-probabilities, two support arrays if the distribution was cut, and one array for each name of a token
     score."""
     groups, rest = [], iter(arrays)
+    # No head says whether the distribution was cut; with its supports a sample has four arrays beside its scores.
     with_support = len(arrays) == sum(1 + (4 + len(score_names)) * len(group.samples) for group in heads)
     for group in heads:
         prompt, samples = next(rest), []
         for head in group.samples:
             sample = decode_sample(group, head, prompt, rest, with_support, images or {})
             scores = {name: values for name in score_names if len(values := next(rest))}
-            samples.append(replace_sample(sample, token_scores=token_columns(sample, scores)) if scores else sample)
+            samples.append(
+                dataclasses.replace(sample, token_scores=token_columns(sample, scores)) if scores else sample
+            )
         groups.append((group, samples))
     return groups
 
@@ -322,4 +325,4 @@ def token_columns(sample: TrainSample, scores: dict[str, np.ndarray]) -> dict[st
 
 def shift_spans(spans: list[wire.SampleSpan], first: int) -> list[wire.SampleSpan]:
     """Copies of time spans whose token offsets are reduced by `first`, to at least 0."""
-    return [replace(span, start=max(0, span.start - first), end=max(0, span.end - first)) for span in spans]
+    return [structs.replace(span, start=max(0, span.start - first), end=max(0, span.end - first)) for span in spans]

@@ -16,7 +16,7 @@ LEASE_BITS = 36
 
 
 @dataclass(slots=True, eq=False)
-class SimulatedRun:
+class SimulatedSample:
     """One sample in one engine, from its lease to its end or return."""
 
     lease_id: int
@@ -26,7 +26,7 @@ class SimulatedRun:
     remaining_tokens: int
     """Response tokens still to be generated."""
     arrives_s: float
-    sample: tuple[int, int] | None = None
+    key: tuple[int, int] | None = None
     """(group, index): key of the sample's prefix in `SimulatedEngine.cached_prefixes`."""
     generated: int = 0
     """Response tokens generated in this engine, up to the sample's last admission or retraction."""
@@ -41,9 +41,9 @@ class SimulatedRun:
         return self.prompt_tokens + self.acknowledged + self.generated
 
 
-def end_key(run: SimulatedRun) -> int:
+def end_key(sample: SimulatedSample) -> int:
     """Sort key of a running sample: the decode step at which it ends, then its lease id."""
-    return run.begun + run.remaining_tokens << LEASE_BITS | run.lease_id
+    return sample.begun + sample.remaining_tokens << LEASE_BITS | sample.lease_id
 
 
 class SimulatedEngine:
@@ -79,8 +79,8 @@ class SimulatedEngine:
         self.cached_prefixes: dict[tuple[int, int], int] = {}
         """KV tokens of returned samples by (group, index), oldest first; kept until new weights are loaded or the cache
         is full."""
-        self.running: dict[int, SimulatedRun] = {}
-        self.waiting: deque[SimulatedRun] = deque()
+        self.running: dict[int, SimulatedSample] = {}
+        self.waiting: deque[SimulatedSample] = deque()
         self.generated = 0
         """Response tokens generated up to `clock_s`."""
         self.prefilled_tokens = 0
@@ -120,8 +120,8 @@ class SimulatedEngine:
 
     # --- requests -------------------------------------------------------------------------------------------
 
-    def submit(self, run: SimulatedRun) -> None:
-        self.waiting.append(run)
+    def submit(self, sample: SimulatedSample) -> None:
+        self.waiting.append(sample)
         self._next_event = None
 
     def recall_all(self, now: float) -> None:
@@ -141,12 +141,12 @@ class SimulatedEngine:
 
     def response_length(self, lease_id: int, now: float) -> int:
         """Response tokens of a sample at time `now`, the acknowledged ones included; 0 before it runs."""
-        run = self.running.get(lease_id)
-        if run is None:
+        sample = self.running.get(lease_id)
+        if sample is None:
             return 0
         self._next_event = self._next_event or self._plan()
         steps = self.cost.steps_until((now - self.clock_s) / self.slowdown, len(self.running), self.kv)
-        return run.acknowledged + run.generated + self.steps - run.begun + min(steps, self._next_event[0])
+        return sample.acknowledged + sample.generated + self.steps - sample.begun + min(steps, self._next_event[0])
 
     # --- events ---------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class SimulatedEngine:
         self._next_event = self._next_event or self._plan()
         return self._next_event[1]
 
-    def wake(self) -> tuple[list[SimulatedRun], list[SimulatedRun]]:
+    def wake(self) -> tuple[list[SimulatedSample], list[SimulatedSample]]:
         """Process the event at `next_event_s`; returns (ended samples, returned samples)."""
         steps, now = self._next_event or self._plan()
         self._next_event = None
@@ -187,7 +187,7 @@ class SimulatedEngine:
             self._admit(now)
         return ended, returned
 
-    def fail(self, now: float) -> list[SimulatedRun]:
+    def fail(self, now: float) -> list[SimulatedSample]:
         """Lose the engine at time `now`; returns all its samples with the tokens generated so far."""
         steps = self.cost.steps_until((now - self.clock_s) / self.slowdown, len(self.running), self.kv)
         self._count(max(0, steps - 1) if self.running else 0)
@@ -198,12 +198,12 @@ class SimulatedEngine:
         self.clock_s, self._staged, self._loading, self._next_event = now, None, None, None
         return lost
 
-    def drop(self, lease_id: int) -> SimulatedRun | None:
-        """Stop a sample whose lease is revoked; returns its run, None if it has ended."""
-        run = self._remove_sample(lease_id)
+    def drop(self, lease_id: int) -> SimulatedSample | None:
+        """Stop a sample whose lease is revoked; returns it, None if it has ended."""
+        sample = self._remove_sample(lease_id)
         self._sort_ends()
         self._cache_full, self._next_event = False, None
-        return run
+        return sample
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -215,6 +215,7 @@ class SimulatedEngine:
         self.generated += steps * running
 
     def _plan(self) -> tuple[int, float]:
+        """Find the next event; returns (decode steps up to it, its virtual time in seconds)."""
         if self._loading and self._loading[0] < self.clock_s:
             return 0, self._loading[0]
         running, request_s = len(self.running), self._next_request_s()
@@ -242,22 +243,23 @@ class SimulatedEngine:
             request_s = min(request_s, self.waiting[0].arrives_s)
         return request_s
 
-    def _pop_finished(self) -> list[SimulatedRun]:
+    def _pop_finished(self) -> list[SimulatedSample]:
         finished = []
         while self._ends and self._ends[0] >> LEASE_BITS <= self.steps:
-            run = self.running.pop(self._ends.pop(0) & (1 << LEASE_BITS) - 1)
-            self._record_tokens(run)
-            self.kv -= run.context
+            sample = self.running.pop(self._ends.pop(0) & (1 << LEASE_BITS) - 1)
+            self._record_tokens(sample)
+            self.kv -= sample.context
             self._cache_full = False
-            finished.append(run)
+            finished.append(sample)
         return finished
 
-    def _return_all(self, now: float) -> list[SimulatedRun]:
-        for run in self.running.values():
-            self._record_tokens(run)
-            if run.sample and self.prefix_cache:
-                self.cached_prefixes[run.sample] = run.context
-        self.kv_wait_slot_s += sum(now - run.arrives_s for run in self.waiting if run.arrives_s <= self._cache_full_s)
+    def _return_all(self, now: float) -> list[SimulatedSample]:
+        for sample in self.running.values():
+            self._record_tokens(sample)
+            if sample.key and self.prefix_cache:
+                self.cached_prefixes[sample.key] = sample.context
+        arrivals_s = (sample.arrives_s for sample in self.waiting)
+        self.kv_wait_slot_s += sum(now - at_s for at_s in arrivals_s if at_s <= self._cache_full_s)
         taken = [*self.running.values(), *self.waiting]
         self.running.clear()
         self.waiting.clear()
@@ -266,45 +268,45 @@ class SimulatedEngine:
         self.kv, self._recall_all_s, self._cache_full = 0, None, False
         return taken
 
-    def _return_recalled(self, now: float) -> list[SimulatedRun]:
+    def _return_recalled(self, now: float) -> list[SimulatedSample]:
         """Return the samples recalled up to `now` that have not ended meanwhile."""
         due = [lease_id for lease_id, at in self._recalls.items() if at <= now]
         for lease_id in due:
             del self._recalls[lease_id]
-        taken = [run for run in (self._remove_sample(lease_id) for lease_id in due) if run]
+        taken = [sample for sample in (self._remove_sample(lease_id) for lease_id in due) if sample]
         if taken:
             self._sort_ends()
             self._cache_full = False
         return taken
 
-    def _remove_sample(self, lease_id: int) -> SimulatedRun | None:
+    def _remove_sample(self, lease_id: int) -> SimulatedSample | None:
         """Take a sample out of the running or waiting ones; None if it has ended."""
-        run = self.running.get(lease_id)
-        if run is None:
-            run = next((run for run in self.waiting if run.lease_id == lease_id), None)
-            self.waiting = deque(run for run in self.waiting if run.lease_id != lease_id)
+        sample = self.running.get(lease_id)
+        if sample is None:
+            sample = next((each for each in self.waiting if each.lease_id == lease_id), None)
+            self.waiting = deque(each for each in self.waiting if each.lease_id != lease_id)
         else:
-            self._remove(run)
-        return run
+            self._remove(sample)
+        return sample
 
-    def _record_tokens(self, run: SimulatedRun) -> None:
+    def _record_tokens(self, sample: SimulatedSample) -> None:
         """Add to a sample the tokens generated since its last admission, split by policy version."""
-        at, end = run.begun, self.steps
+        at, end = sample.begun, self.steps
         first_steps, versions = self._version_changes
         index = bisect_right(first_steps, at) - 1
         while at < end:
             until = min(end, first_steps[index + 1]) if index + 1 < len(first_steps) else end
             if until > at:
-                run.version_spans.append((versions[index], until - at))
+                sample.version_spans.append((versions[index], until - at))
             at, index = until, index + 1
-        run.generated += end - run.begun
-        run.remaining_tokens -= end - run.begun
-        run.begun = end
+        sample.generated += end - sample.begun
+        sample.remaining_tokens -= end - sample.begun
+        sample.begun = end
 
-    def _remove(self, run: SimulatedRun) -> None:
-        self._record_tokens(run)
-        del self.running[run.lease_id]
-        self.kv -= run.context
+    def _remove(self, sample: SimulatedSample) -> None:
+        self._record_tokens(sample)
+        del self.running[sample.lease_id]
+        self.kv -= sample.context
 
     def _swap_weights(self, version: Version, pause_s: float) -> None:
         self._staged, self._loading = None, (self.clock_s + pause_s, version)
@@ -314,7 +316,7 @@ class SimulatedEngine:
         if not self.keep_kv and self.kv:
             pause_s += self.cost.context_s(len(self.running), self.kv) * self.slowdown
             self.prefilled_tokens += self.kv
-            prompts = sum(run.prompt_tokens for run in self.running.values())
+            prompts = sum(sample.prompt_tokens for sample in self.running.values())
             self.recomputed_tokens += self.kv - prompts
         self.clock_s += pause_s
         self.pause_slot_s += pause_s * len(self.running)
@@ -328,7 +330,7 @@ class SimulatedEngine:
         """Record the version of the next steps, and forget changes before the admission of the oldest running
         sample."""
         first_steps, versions = self._version_changes
-        oldest = min((run.begun for run in self.running.values()), default=self.steps)
+        oldest = min((sample.begun for sample in self.running.values()), default=self.steps)
         useless = bisect_right(first_steps, oldest) - 1
         del first_steps[:useless], versions[:useless]
         first_steps.append(self.steps)
@@ -344,13 +346,13 @@ class SimulatedEngine:
         """Preempt samples whose next token does not fit, those with the fewest generated tokens first."""
         if len(self.running) < 2:
             return
-        youngest_first = sorted(self.running.values(), key=lambda run: run.generated + self.steps - run.begun)
-        for run in youngest_first[:-1]:
+        youngest_first = sorted(self.running.values(), key=lambda sample: sample.generated + self.steps - sample.begun)
+        for sample in youngest_first[:-1]:
             if self.kv <= self.cost.kv_tokens * (1 - KV_HEADROOM):
                 break
-            self._remove(run)
-            run.arrives_s = self.clock_s
-            self.waiting.appendleft(run)
+            self._remove(sample)
+            sample.arrives_s = self.clock_s
+            self.waiting.appendleft(sample)
             self.retractions += 1
             self._cache_full = True
         self._sort_ends()
@@ -359,12 +361,14 @@ class SimulatedEngine:
         self._ends = array("Q", sorted(map(end_key, self.running.values())))
 
     def _admit(self, now: float) -> None:
+        """Admit waiting samples in order of arrival, while slots, KV cache and `prefill_tokens` allow, and add the time
+        that their prefill takes to `clock_s`."""
         admitted = context = 0
         waiting, running, most = self.waiting, self.running, self.cost.kv_tokens * (1 - KV_HEADROOM)
         room = self.prefill_tokens
         while waiting and waiting[0].arrives_s <= now and len(running) < self.slots:
-            run = waiting[0]
-            needed = run.context
+            sample = waiting[0]
+            needed = sample.context
             if admitted and needed > room:
                 self._admits_next = True
                 break
@@ -373,22 +377,22 @@ class SimulatedEngine:
                 break
             waiting.popleft()
             room -= needed
-            waited_s = now - run.arrives_s
-            if run.arrives_s <= self._cache_full_s:
+            waited_s = now - sample.arrives_s
+            if sample.arrives_s <= self._cache_full_s:
                 self.kv_wait_slot_s += waited_s
             else:
                 self.transit_slot_s += waited_s
-            found = self.cached_prefixes.pop(run.sample, 0) if run.sample else 0
+            found = self.cached_prefixes.pop(sample.key, 0) if sample.key else 0
             self.kv += needed
             if self.cached_prefixes:
                 self._evict_prefixes()
             self.reused_tokens += found
             self.prefilled_tokens += needed - found
-            self.recomputed_tokens += needed - max(run.prompt_tokens, found)
+            self.recomputed_tokens += needed - max(sample.prompt_tokens, found)
             admitted, context = admitted + 1, context + needed - found
-            run.begun = self.steps
-            running[run.lease_id] = run
-            insort(self._ends, end_key(run))
+            sample.begun = self.steps
+            running[sample.lease_id] = sample
+            insort(self._ends, end_key(sample))
         if admitted:
             self.clock_s += self.cost.context_s(admitted, context) * self.slowdown
         self._cache_full = self._cache_full and bool(waiting)

@@ -16,7 +16,7 @@ from april.broker.ledger.samples import Lease, Sample
 from april.broker.migration import CHOICE_INTERVAL_S, Migration, WorkerLoad
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample, ended_rounds
-from april.simulate.engine import SimulatedEngine, SimulatedRun
+from april.simulate.engine import SimulatedEngine, SimulatedSample
 from april.simulate.measures import Measures, SimulationState
 from april.simulate.scenario import Scenario
 from april.util.errors import ConfigError, refuse
@@ -192,11 +192,11 @@ class Pipeline:
         ended, returned = engine.wake()
         self._due[index] = INFINITY
         self._mark_changed(index)
-        for run in ended:
-            self._report(run, "length" if run.acknowledged + run.generated == longest else "stop")
-        for run in returned:
-            self._report(run)
-            self.ledger.end_lease(run.lease_id, "recall" if self.ledger.rounds.open else "abort")
+        for sample in ended:
+            self._report(sample, "length" if sample.acknowledged + sample.generated == longest else "stop")
+        for sample in returned:
+            self._report(sample)
+            self.ledger.end_lease(sample.lease_id, "recall" if self.ledger.rounds.open else "abort")
         if ended or returned:
             engine.load -= len(ended) + len(returned)
             self._offer_slots(index)
@@ -204,20 +204,20 @@ class Pipeline:
             self._offer_slots(index)
         return bool(ended or returned or engine.version is not version)
 
-    def _report(self, run: SimulatedRun, finish_reason: str = "") -> None:
+    def _report(self, sample: SimulatedSample, finish_reason: str = "") -> None:
         """Report a sample's new tokens, one chunk per policy version, and its score if it is complete."""
-        ledger, table, start, chunks_left = self.ledger, b"", run.acknowledged, len(run.version_spans)
+        ledger, table, start, chunks_left = self.ledger, b"", sample.acknowledged, len(sample.version_spans)
         finish = FINISH_REASONS.index(finish_reason)
-        for (branch, step), count in run.version_spans:
+        for (branch, step), count in sample.version_spans:
             chunks_left -= 1
             ending = 0 if chunks_left else finish
-            table += ROW.pack(run.lease_id, 0.0, start, count, branch, step, 0, EMPTY_CRC32, CHUNK, ending, 0, 0, 0)
+            table += ROW.pack(sample.lease_id, 0.0, start, count, branch, step, 0, EMPTY_CRC32, CHUNK, ending, 0, 0, 0)
             start += count
         if table:
             verdicts = ledger.add_chunks(table, checksum=EMPTY_CRC32)
-            assert verdicts.count(Verdict.OK) == len(run.version_spans), f"{verdicts}: {run}"
+            assert verdicts.count(Verdict.OK) == len(sample.version_spans), f"{verdicts}: {sample}"
         if finish_reason:
-            ledger.score(run.lease_id, 1.0)
+            ledger.score(sample.lease_id, 1.0)
 
     def _schedule_failure(self, index: int) -> None:
         if every_s := self.scenario.engines.failure_every_s:
@@ -234,28 +234,28 @@ class Pipeline:
             self._schedule_failure(index)
         else:
             self.state.down.add(index)
-            for run in engine.fail(self.state.now_s):
-                self._report_lost(engine, run)
+            for sample in engine.fail(self.state.now_s):
+                self._report_lost(engine, sample)
             self._drop_revoked()
             self._mark_changed(index)
             heapq.heappush(self._failures, (self.state.now_s + self.scenario.engines.restart_s, index))
 
-    def _report_lost(self, engine: SimulatedEngine, run: SimulatedRun) -> None:
+    def _report_lost(self, engine: SimulatedEngine, sample: SimulatedSample) -> None:
         """Report a sample of a failed engine: only whole chunks had reached the broker, none if the group has ended."""
-        if run.lease_id not in self.ledger.leases:
-            self.state.lost_tokens += run.generated
+        if sample.lease_id not in self.ledger.leases:
+            self.state.lost_tokens += sample.generated
             return
         engine.load -= 1
-        whole = run.generated - run.generated % self.scenario.engines.chunk_tokens
-        self.state.lost_tokens += run.generated - whole
+        whole = sample.generated - sample.generated % self.scenario.engines.chunk_tokens
+        self.state.lost_tokens += sample.generated - whole
         kept, version_spans = 0, []
-        for version, count in run.version_spans:
+        for version, count in sample.version_spans:
             if take := min(count, whole - kept):
                 version_spans.append((version, take))
                 kept += take
-        run.version_spans = version_spans
-        self._report(run)
-        self.ledger.end_lease(run.lease_id, "lost", f"{engine.name} has failed", self.state.now_s)
+        sample.version_spans = version_spans
+        self._report(sample)
+        self.ledger.end_lease(sample.lease_id, "lost", f"{engine.name} has failed", self.state.now_s)
 
     # --- the learner ----------------------------------------------------------------------------------------
 
@@ -326,8 +326,8 @@ class Pipeline:
         revoked, self.ledger.leases.revoked = self.ledger.leases.revoked, []
         for name, lease_id in revoked:
             index = self.index_of[name]
-            run = self.engines[index].drop(lease_id)
-            self.state.lost_tokens += run.generated if run else 0
+            sample = self.engines[index].drop(lease_id)
+            self.state.lost_tokens += sample.generated if sample else 0
             self.engines[index].load -= 1
             self._mark_changed(index)
             self._offer_slots(index)
@@ -426,7 +426,7 @@ class Pipeline:
         remaining_tokens = length - sample.length
         arrives_s = self.state.now_s + self.scenario.engines.latency_s
         sample_key = group, sample.index
-        engine.submit(SimulatedRun(lease.id, prompt_tokens, sample.length, remaining_tokens, arrives_s, sample_key))
+        engine.submit(SimulatedSample(lease.id, prompt_tokens, sample.length, remaining_tokens, arrives_s, sample_key))
         engine.load += 1
         self.state.granted += 1
         return lease

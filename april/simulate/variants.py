@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import Schedule
 from april.config import ConfigError
-from april.simulate.engine import SimulatedEngine, SimulatedRun
+from april.simulate.engine import SimulatedEngine, SimulatedSample
 from april.simulate.measures import Measures
 from april.simulate.pipeline import simulate
 from april.simulate.scenario import Lengths, Scenario
@@ -32,17 +32,17 @@ def no_barrier_limit(scenario: Scenario) -> float:
 
 def _engine_limit(scenario: Scenario, lengths: Lengths, slots: int, groups: itertools.count) -> float:
     engine = SimulatedEngine("limit", scenario.cost, slots)
-    samples = ((lengths.prompt_of(group), length) for group in groups for length in lengths.of(group))
-    runs = (SimulatedRun(number, prompt, 0, length, 0.0) for number, (prompt, length) in enumerate(samples))
+    shapes = ((lengths.prompt_of(group), length) for group in groups for length in lengths.of(group))
+    samples = (SimulatedSample(number, prompt, 0, length, 0.0) for number, (prompt, length) in enumerate(shapes))
     for _ in range(slots):
-        engine.submit(next(runs))
+        engine.submit(next(samples))
     ended, first = 0, None
     while first is None or ended < first[0] + scenario.limit_responses:
         for _ in engine.wake()[0]:
             ended += 1
-            run = next(runs)
-            run.arrives_s = engine.clock_s
-            engine.submit(run)
+            sample = next(samples)
+            sample.arrives_s = engine.clock_s
+            engine.submit(sample)
         if first is None and ended >= WARM_UP_RUNS * slots and engine.steps >= scenario.lengths.longest_tokens:
             first = ended, engine.clock_s, engine.generated
     return (engine.generated - first[2]) / (engine.clock_s - first[1])

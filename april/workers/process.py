@@ -25,7 +25,7 @@ from april.workers.rewards.sandbox import check_isolation
 if TYPE_CHECKING:
     from april.wire.security.keys import Keys
     from april.workers.engines.base import Engine
-    from april.workers.engines.weight_intake import WeightLoader
+    from april.workers.engines.weight_loading import WeightLoader
     from april.workers.scoring import Scorer
     from april.workers.worker import Worker
 

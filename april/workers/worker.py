@@ -21,7 +21,7 @@ from april.wire.sockets.broker import BrokerConnection
 from april.workers.active_sample import ActiveSample
 from april.workers.engines import ENGINES
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
-from april.workers.engines.weight_intake import UpdateHold, WeightLoader, WrongWeights, changes_version
+from april.workers.engines.weight_loading import UpdateHold, WeightLoader, WrongWeights, changes_version
 from april.workers.environments.turns import EnvironmentTurns, TokenizedObservation
 from april.workers.images import SampleImages
 from april.workers.reports import Reports
@@ -185,8 +185,8 @@ class Worker:
         self.environment_turns.close()
         self.connection.close()
         self.engine.close()
-        for intake in self.weight_loaders:
-            intake.receiver.close()
+        for loader in self.weight_loaders:
+            loader.receiver.close()
 
     # --- messages -------------------------------------------------------------------------------------------
 
@@ -409,19 +409,19 @@ class Worker:
     # --- weights and capacity -----------------------------------------------------------------------------
 
     def _connect_weight_loaders(self, address: str, key: str) -> None:
-        for intake in self.weight_loaders:
-            intake.receiver.connect(address, key)
+        for loader in self.weight_loaders:
+            loader.receiver.connect(address, key)
 
     def _offer_weights(self, folders: list[wire.WeightFolder]) -> None:
-        for intake in self.weight_loaders:
-            intake.receiver.offer(folders)
+        for loader in self.weight_loaders:
+            loader.receiver.offer(folders)
 
     def _share_device(self) -> None:
-        loading = any(intake.is_loading for intake in self.weight_loaders) or self.hold.is_awaited(self.engine.version)
-        staged = any(intake.receiver.has_staged for intake in self.weight_loaders)
+        loading = any(loader.is_loading for loader in self.weight_loaders) or self.hold.is_awaited(self.engine.version)
+        staged = any(loader.receiver.has_staged for loader in self.weight_loaders)
         if self.time_sharing.switch(self.engine, loading, staged):
-            for intake in self.weight_loaders:
-                intake.receiver.released()
+            for loader in self.weight_loaders:
+                loader.receiver.released()
 
     def _held_out(self) -> list[int]:
         """Lease ids of the held-out samples that generate."""
@@ -441,17 +441,17 @@ class Worker:
         holds = self.hold.holds(version, bool(others), bool(others and self._held_out()))
         if others and not holds:
             self._give_back_held_out()
-        for intake in self.weight_loaders:
-            intake.receiver.put_off(puts_off := holds and intake in others)
+        for loader in self.weight_loaders:
+            loader.receiver.put_off(puts_off := holds and loader in others)
             try:
-                loaded_in_s = None if puts_off and not intake.is_loading else intake.load()
+                loaded_in_s = None if puts_off and not loader.is_loading else loader.load()
             except WrongWeights as error:
                 self._wrong_weights = error
                 return self.stop(str(error))
             if loaded_in_s is not None:
                 self._report_capacity(loaded_in_s)
-            while not intake.receiver.refused.empty():
-                refused, why = intake.receiver.refused.get()
+            while not loader.receiver.refused.empty():
+                refused, why = loader.receiver.refused.get()
                 self.connection.send(wire.WeightFolderRefused(refused, clip(why)))
         if changed and not changes_version(self.engine, self.weight_loaders):
             self._give_back_held_out()

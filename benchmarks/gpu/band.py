@@ -30,7 +30,7 @@ from april.wire.message import Version
 from april.workers.engines.base import Request
 from april.workers.engines.conformance.scores import FAULTS
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.weight_intake import WeightCheck, WrongWeights
+from april.workers.engines.weight_loading import WeightCheck, WrongWeights
 
 SHAPES = {"0.6B": 8.0, "small": 3.0, "1.7B": 7.0}
 """Shapes by worth, and the seconds that each may take."""

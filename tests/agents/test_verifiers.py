@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from april.agents.host import HostedSession
-from april.agents.verifiers import Verifiers, write_rows
+from april.agents.verifiers_package import Verifiers, write_rows
 from april.config import ConfigError
 
 HERE = "tests.support.verifiers_environments"

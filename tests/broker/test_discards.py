@@ -125,6 +125,8 @@ def test_no_discards_are_kept_beyond_the_limits_or_without_sample_logs(talk, wor
 
 @pytest.mark.full
 def test_the_discarded_part_of_a_session_comes_with_its_offset(converse):
+    """The first agent fails after 7 tokens. The second begins anew, and scores while the answer to its second message
+    is still being generated: it never reads the turn of tokens 7 to 12."""
     talk = converse(*AGENTS)
     worker, agents = joined(FakeWorker(talk)), joined(FakeAgents(talk))
     told = next(told for told in agents.listen() if not told.evaluation)

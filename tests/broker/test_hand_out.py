@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from april import wire
-from april.broker.handlers import workers as worker_desk
+from april.broker.handlers import workers as worker_handler
 from april.broker.ledger.samples import TO_GENERATE
 from april.observe.report.run_folder import read_records
 from april.wire.message import Version
@@ -75,7 +75,7 @@ def test_a_lost_sample_is_granted_before_other_partials_with_its_tokens(talk, wo
 
 
 def test_many_free_workers_are_filled_over_several_passes_each_with_its_sync(converse, monkeypatch):
-    monkeypatch.setattr(worker_desk, "PASS_GRANTS", 4)
+    monkeypatch.setattr(worker_handler, "PASS_GRANTS", 4)
     talk = converse(*CONTINUOUS)
     worker, synced = FakeWorker(talk), talk.deliver
     turns = []
@@ -149,30 +149,38 @@ def test_a_worker_that_takes_twice_as_long_to_load_is_not_waited_for(converse):
     assert len(samples(first.grants())) == min(10, waiting)
 
 
-def test_the_next_round_has_a_share_of_its_own_however_little_was_left_of_the_last_one(converse):
-    talk = converse("--evaluation.prompts", "1", "--schedule.kind", "sync", "--schedule.over_sampling_batch_size", "4",
-                    "--schedule.overlap", "true")  # fmt: skip
+def round_with_one_sample_left(talk):
+    """Set up round 1 with one sample that still generates, while the learner has trained step 0; returns (worker,
+    worker, the one that has the sample, its grant)."""
     first, last, learner = FakeWorker(talk, "first"), FakeWorker(talk, "last"), FakeLearner(talk)
     for one in (first, last, learner):
         one.join()
-    held = []
+
+    def granted():
+        return [(worker, grant) for worker in (first, last) for grant in worker.grants()]
+
     while not talk.ledger.steps.next:
-        held = [(worker, grant) for worker in (first, last) for grant in worker.grants()]
-        for worker, grant in held:
+        for worker, grant in granted():
             worker.complete(grant)
-    held = [(worker, grant) for worker in (first, last) for grant in worker.grants()]
-    for worker, grant in held[:-1]:
+    *held, (holder, left) = granted()
+    for worker, grant in held:
         worker.complete(grant)
     assert learner.fetch(0)
     learner.consume(0)
     talk.tick()
+    return first, last, holder, left
+
+
+def test_the_next_round_has_a_share_of_its_own_however_little_was_left_of_the_last_one(converse):
+    talk = converse("--evaluation.prompts", "1", "--schedule.kind", "sync", "--schedule.over_sampling_batch_size", "4",
+                    "--schedule.overlap", "true")  # fmt: skip
+    first, _last, holder, left = round_with_one_sample_left(talk)
     take_weights(first, loaded_in_s=8.0)
-    worker, grant = held[-1]
-    worker.complete(grant)
+    holder.complete(left)
     talk.tick(0.1)
-    waiting = sum(map(talk.ledger.open_samples.count, TO_GENERATE))
-    got = len(samples(first.grants()))
-    assert talk.ledger.rounds.number == 2 and got == -(-(waiting + got) // 2) > 1
+    assert talk.ledger.rounds.number == 2
+    unleased = sum(map(talk.ledger.open_samples.count, TO_GENERATE))
+    assert [len(samples(first.grants())), unleased] == [4, 4], "half of the round's 8 samples"
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_there_is_no_verdict_before_both_windows_are_full():
     assert drift_of(cohorts).distance == 0
 
 
-def alarms(name, seed):
+def alarm_share(name, seed):
     """Share of alarms among the verdicts after every fourth batch of a simulated run."""
     pipeline = Pipeline(scenario(seed=seed, steps=60, schedule__rollout_batch_size=8, **SCHEDULES[name] | {
         "schedule__over_sampling_batch_size": 16 if name in ("april", "dropped") else None,
@@ -71,11 +71,11 @@ def alarms(name, seed):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["sync", "april", "continuous"])
 def test_the_alarm_is_silent_when_everything_is_trained(name):
-    assert [alarms(name, seed) for seed in range(5)] == [0.0] * 5
+    assert [alarm_share(name, seed) for seed in range(5)] == [0.0] * 5
 
 
 def test_the_alarm_fires_when_unfinished_work_is_dropped():
-    assert min(alarms("dropped", seed) for seed in range(5)) > 0.8
+    assert min(alarm_share("dropped", seed) for seed in range(5)) > 0.8
 
 
 def test_drops_regardless_of_length_show_in_the_counts():

@@ -120,7 +120,7 @@ def test_all_machines_of_a_learner_begin_anew_when_the_process_of_one_is_new(tal
     assert [told(first, later), told(replaced, two + 1)] == [later] * 2, "a restarted broker learns it"
 
 
-def test_a_start_after_one_of_the_broker_is_newer_than_all_before(talk):
+def test_a_rendezvous_after_a_restart_of_the_broker_has_a_higher_start_number(talk):
     """Whoever comes first, a machine that goes on or a new one."""
     before = NodeHandler(peers := talk.service.peers)
     peers.start_ids(1)

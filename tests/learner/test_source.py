@@ -9,7 +9,7 @@ import pytest
 
 from april import wire
 from april.learner.batch import TrainingBatch, decode, encode, group_forks
-from april.learner.source import BrokerSource, decode_groups, is_complete
+from april.learner.source import BrokerSource, decode_groups, has_whole_batch
 from april.util.lifetime import in_background
 from april.wire.sockets.broker import BrokerUnreachable
 
@@ -79,9 +79,9 @@ CONSUMED = wire.Consumed(3, {"loss": 0.5})
 
 
 def test_a_batch_is_complete_once_every_group_has_arrived():
-    assert not is_complete([part(0, 2, [5])])
-    assert is_complete([part(0, 2, [5]), part(1, 2, [6, 7])])
-    assert is_complete([wire.Received(wire.Finished("all steps are done"), [])])
+    assert not has_whole_batch([part(0, 2, [5])])
+    assert has_whole_batch([part(0, 2, [5]), part(1, 2, [6, 7])])
+    assert has_whole_batch([wire.Received(wire.Finished("all steps are done"), [])])
 
 
 def test_four_arrays_per_sample_include_its_supports():

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april.config.costs import EngineCost
-from april.simulate.engine import SimulatedEngine, SimulatedRun
+from april.simulate.engine import SimulatedEngine, SimulatedSample
 from april.wire.message import Version
 
 COST = EngineCost(
@@ -53,7 +53,7 @@ def test_samples_end_when_they_would_with_every_step_simulated(drawn):
     requests = [(*one, (place + part) * 1e-6) for (*one, place), part in zip(drawn, parts, strict=False)]
     requests.sort(key=lambda one: one[2])
     for lease_id, (prompt, remaining, at) in enumerate(requests):
-        engine.submit(SimulatedRun(lease_id, prompt, 0, remaining, at))
+        engine.submit(SimulatedSample(lease_id, prompt, 0, remaining, at))
     found = {run.lease_id: at for at, run in run_until_idle(engine)}
 
     clock, waiting, running, expected = 0.0, list(enumerate(requests)), {}, {}
@@ -78,7 +78,7 @@ def test_samples_end_when_they_would_with_every_step_simulated(drawn):
 
 def test_a_weight_load_splits_a_sample_by_version_and_pauses_the_engine():
     engine = SimulatedEngine("e", COST, slots=2)
-    engine.submit(SimulatedRun(1, 0, 0, 10, 0.0))
+    engine.submit(SimulatedSample(1, 0, 0, 10, 0.0))
     engine.wake()
     taken_in_s, three_steps_s = engine.clock_s, COST.steps_s(3, 1, 0)
     engine.load_weights(Version(0, 1), taken_in_s + three_steps_s - 1e-6, pause_s=0.5)
@@ -91,7 +91,7 @@ def test_recomputing_the_cache_takes_a_prefill_of_all_running_samples():
     ends = []
     for keep in (True, False):
         engine = SimulatedEngine("e", COST, slots=2, keep_kv=keep)
-        engine.submit(SimulatedRun(1, 100, 20, 10, 0.0))
+        engine.submit(SimulatedSample(1, 100, 20, 10, 0.0))
         engine.wake()
         engine.load_weights(Version(0, 1), engine.clock_s + COST.steps_s(3, 1, 120) - 1e-6, pause_s=0.0)
         ends.append(run_until_idle(engine)[0][0])
@@ -102,7 +102,7 @@ def test_recomputing_the_cache_takes_a_prefill_of_all_running_samples():
 def test_contexts_larger_than_one_prefill_are_admitted_after_another_decode_step():
     engine = SimulatedEngine("e", COST, slots=3, prefill_tokens=100)
     for lease_id in range(3):
-        engine.submit(SimulatedRun(lease_id, 60, 0, 5, 0.0))
+        engine.submit(SimulatedSample(lease_id, 60, 0, 5, 0.0))
     clock, kv, ends = 0.0, 0, []
     for admitted, running, ended in ((1, 1, 0), (1, 2, 0), (1, 3, 0), (0, 3, 0), (0, 3, 1), (0, 2, 1), (0, 1, 1)):
         kv += 60 * admitted
@@ -114,8 +114,8 @@ def test_contexts_larger_than_one_prefill_are_admitted_after_another_decode_step
 
 def test_a_recalled_sample_has_its_tokens_up_to_the_end_of_the_step():
     engine = SimulatedEngine("e", COST, slots=1)
-    engine.submit(SimulatedRun(1, 5, 0, 10, 0.0))
-    engine.submit(SimulatedRun(2, 5, 7, 10, 0.0))
+    engine.submit(SimulatedSample(1, 5, 0, 10, 0.0))
+    engine.submit(SimulatedSample(2, 5, 7, 10, 0.0))
     engine.wake()
     engine.recall_all(engine.clock_s + COST.steps_s(4, 1, 5) - 1e-6)
     ended, back = engine.wake()
@@ -129,17 +129,17 @@ def test_a_recalled_sample_has_its_tokens_up_to_the_end_of_the_step():
 @pytest.mark.parametrize("interlude", ["none", "weights", "other work"])
 def test_a_prefix_stays_cached_until_new_weights_or_until_its_memory_is_needed(interlude):
     engine = SimulatedEngine("e", COST.model_copy(update={"kv_tokens": 200}), slots=2)
-    engine.submit(SimulatedRun(1, 100, 0, 50, 0.0, sample=(0, 0)))
+    engine.submit(SimulatedSample(1, 100, 0, 50, 0.0, key=(0, 0)))
     engine.wake()
     engine.recall_all(engine.clock_s + COST.steps_s(20, 1, 100) - 1e-6)
     engine.wake()
     if interlude == "weights":
         engine.load_weights(Version(0, 1), engine.clock_s, pause_s=0.0)
     elif interlude == "other work":
-        engine.submit(SimulatedRun(2, 150, 0, 1, engine.clock_s, sample=(0, 1)))
+        engine.submit(SimulatedSample(2, 150, 0, 1, engine.clock_s, key=(0, 1)))
     run_until_idle(engine)
     before = engine.prefilled_tokens
-    engine.submit(SimulatedRun(3, 100, 20, 30, engine.clock_s, sample=(0, 0)))
+    engine.submit(SimulatedSample(3, 100, 20, 30, engine.clock_s, key=(0, 0)))
     ends = run_until_idle(engine)
     assert len(ends) == 1 and engine.generated == 50 + (interlude == "other work")
     found = 120 if interlude == "none" else 0
@@ -151,7 +151,7 @@ def test_a_full_cache_preempts_the_samples_with_the_fewest_generated_tokens():
     cost = COST.model_copy(update={"kv_tokens": 200})
     engine = SimulatedEngine("e", cost, slots=8)
     for lease_id in range(4):
-        engine.submit(SimulatedRun(lease_id, 10, 0, 90, 0.1 * lease_id))
+        engine.submit(SimulatedSample(lease_id, 10, 0, 90, 0.1 * lease_id))
     ends = run_until_idle(engine)
     assert ends[0][1].lease_id == 0 and len(ends) == 4
     assert engine.retractions > 0 and engine.kv_peak <= 200
@@ -164,7 +164,7 @@ def test_a_sample_waits_for_the_cache_until_another_ends_or_it_is_recalled(taken
     """The first sample runs, the second is too large to run with it, the third arrives later and queues after it."""
     engine = SimulatedEngine("e", COST.model_copy(update={"kv_tokens": 200}), slots=3)
     for lease_id, (prompt, remaining, at) in enumerate([(100, 60, 0.0), (95, 20, 0.0), (10, 20, 0.1)]):
-        engine.submit(SimulatedRun(lease_id, prompt, 0, remaining, at))
+        engine.submit(SimulatedSample(lease_id, prompt, 0, remaining, at))
     engine.wake()
     if taken_back:
         engine.recall_all(0.2)
@@ -178,7 +178,7 @@ def test_a_sample_waits_for_the_cache_until_another_ends_or_it_is_recalled(taken
 
 def test_a_failed_engine_returns_all_samples_with_their_tokens():
     engine = SimulatedEngine("e", COST, slots=2)
-    engine.submit(SimulatedRun(1, 0, 0, 100, 0.0))
+    engine.submit(SimulatedSample(1, 0, 0, 100, 0.0))
     engine.wake()
     (lost,) = engine.fail(engine.clock_s + COST.steps_s(7, 1, 0) + 1e-6)
     assert lost.generated == 7 and engine.next_event_s == float("inf")

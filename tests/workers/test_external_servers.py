@@ -24,7 +24,7 @@ from april.workers.engines.sglang.channel import ServerWeightLoader
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.server import ServerSettings
 from april.workers.engines.vllm.engine import VLLMEngine
-from april.workers.engines.weight_intake import WeightCheck
+from april.workers.engines.weight_loading import WeightCheck
 from tests.support.attached_servers import SGLANG_PYTHON, serve
 from tests.support.true_logprobs import assert_true
 

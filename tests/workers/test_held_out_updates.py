@@ -7,7 +7,7 @@ import pytest
 from april import wire
 from april.weights.source import StagedWeights
 from april.wire.message import Version
-from april.workers.engines.weight_intake import WeightLoader
+from april.workers.engines.weight_loading import WeightLoader
 from tests.support.broker_conversation import FakeLearner, joined
 from tests.support.published_weights import Receiver
 from tests.support.worker_and_broker import BrokerAndWorker

@@ -126,7 +126,13 @@ def test_a_response_beyond_the_time_limit_is_wrong_counted_and_affects_no_other(
     for key, name in enumerate(names):
         pool.submit(key, name, "a", "a", "stop", tokens=4)
     scores = collect(pool, len(names))
-    assert [scores[key].reward for key in range(len(names))] == [-0.5, 0.5, -1.5, None, 0.5]
+    assert [scores[key].reward for key in range(len(names))] == [
+        -0.5,  # wrong, 0, less the penalty of 0.5 that all of these responses get for their length
+        0.5,  # right, 1
+        -1.5,  # wrong, which this verifier's attribute sets to -1
+        None,  # no reward: `wrong = None` makes it an error
+        0.5,  # right, in the process that followed the killed ones
+    ]
     assert scores[0].details == {"over_limit": 1.0, "base": 0.0, "overlong": -0.5}
     assert scores[1].details["over_limit"] == 0.0
     assert "no answer within 1 s" in scores[3].error

@@ -10,7 +10,7 @@ from april.workers.engines.conformance.harness import V0, V1, V2, Stream, drive,
 from april.workers.engines.conformance.scores import FAULTS
 from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
 from april.workers.engines.sglang.weights import DiskSnapshot
-from april.workers.engines.weight_intake import WeightCheck, WrongWeights
+from april.workers.engines.weight_loading import WeightCheck, WrongWeights
 from tests.support.published_weights import Learner, Receiver
 from tests.support.server_faults import run_until
 

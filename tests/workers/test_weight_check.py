@@ -18,7 +18,7 @@ from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.harness import V0, V1, V2, drive, join, prompt
 from april.workers.engines.conformance.scores import FAULTS, a_step_further
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.weight_intake import AT_ONCE, SUSPECT, WeightCheck, WeightLoader, WrongWeights
+from april.workers.engines.weight_loading import AT_ONCE, SUSPECT, WeightCheck, WeightLoader, WrongWeights
 from april.workers.worker import Worker
 from tests.support.published_weights import TEXT, Learner, Receiver
 from tests.support.scripted_connection import Connection

@@ -9,7 +9,7 @@ from april.weights.source import StagedWeights
 from april.workers.engines.base import EngineError
 from april.workers.engines.conformance.harness import V0, V1
 from april.workers.engines.sglang.channel import ServerWeightLoader
-from april.workers.engines.weight_intake import WeightLoader
+from april.workers.engines.weight_loading import WeightLoader
 from tests.support.published_weights import Receiver
 
 

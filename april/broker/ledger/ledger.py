@@ -37,13 +37,14 @@ from april.broker.ledger.samples import (
     needs_agent,
 )
 from april.broker.ledger.state import LedgerState
-from april.broker.ledger.transitions import HANDLERS
+from april.broker.ledger.transitions import TRANSITIONS
 from april.wire.message import Version
 from april.wire.rows import CHUNK, ENDS_LEASE_BYTE, ROW, ReportRow, chunk_row, pack_rows, select_rows
 from april.wire.work import MAX_FORKS
 
 Write = Callable[[events.Event, Sequence[EventArray]], Any]
-"""Function that writes an event and its arrays to the journal; returns the reference by which they are read back."""
+"""Function that writes an event and its arrays to the journal; returns the reference by which they are read back.
+In the broker it is `Journal.append` (`Service.__init__`)."""
 CLOCK_S = 0.05
 """Resolution of the times in the journal, seconds."""
 
@@ -74,7 +75,7 @@ class Ledger(LedgerState):
     def apply(self, event: events.Event, reference: Any = None) -> None:
         """Change the state by one event; `reference` is the event's reference in the journal."""
         self.observer.record(event)
-        HANDLERS[type(event)](self, event, reference)
+        TRANSITIONS[type(event)](self, event, reference)
 
     def commit(self, event: events.Event, arrays: Sequence[EventArray] = ()) -> None:
         """Write an event ahead to the journal, after the time if that has moved on, and apply it."""

@@ -364,7 +364,7 @@ def on_weight_folder_written(ledger: LedgerState, event: events.WeightFolderWrit
     ledger.learner.weight_folders = [folder, *ledger.learner.weight_folders][:OFFERED_FOLDERS]
 
 
-HANDLERS: dict[type[events.Event], Callable[[LedgerState, Any, Any], None]] = {
+TRANSITIONS: dict[type[events.Event], Callable[[LedgerState, Any, Any], None]] = {
     events.RunStarted: on_run_started,
     events.BrokerStarted: on_broker_started,
     events.GroupOpened: on_group_opened,

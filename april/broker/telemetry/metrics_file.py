@@ -213,28 +213,42 @@ def record_in(line: bytes) -> int:
     return begin if begin >= 0 else len(line)
 
 
-def read_lines(path: Path, frontier: int, offset: int = 0) -> Iterator[tuple[dict[str, Any], LineCheck]]:
-    """Read the records of metrics.jsonl from byte `offset` on, each with length and checksum of its line.
+def cut_lines(path: Path, frontier: int, offset: int = 0) -> set[int]:
+    """Truncate metrics.jsonl before a torn last line, and before the first record of a step after `frontier`; returns
+    the steps whose records are left. Lines before byte `offset` are not read.
 
-    A line that is no record is passed over. Truncates the file before a torn last line, and before the first step after
-    `frontier`: by the journal later batches are not consumed, so they will be trained and recorded again.
+    By the journal the batches after `frontier` are not consumed, so they will be trained and recorded again.
     """
+    steps: set[int] = set()
     if not path.exists():
-        return
+        return steps
     with path.open("rb") as file:
         good = file.seek(offset)
         for line in file:
             if not line.endswith(b"\n"):
                 os.truncate(path, good)
-                return
+                break
             record = parse_line(line)
             if record and record["step"] > frontier:
                 log.warning("%s is cut behind step %d, the last that the journal knows of", path, frontier)
                 os.truncate(path, good)
-                return
-            if record:
-                yield record, line_check(line)
+                break
+            if record and is_step(record):
+                steps.add(record["step"])
             good += len(line)
+    return steps
+
+
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], LineCheck]]:
+    """Read the records of metrics.jsonl from byte `offset` on, each with length and checksum of its line. A line that
+    is no record is passed over."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if record := parse_line(line):
+                yield record, line_check(line)
 
 
 def restore_steps(path: Path, offset: int, recorded: dict[int, bytes]) -> None:
@@ -277,11 +291,9 @@ class MetricsFile:
         self.summary = read_metrics_summary(path, last)
         """Sums over the steps whose records were dropped by `forget`."""
         set_bad_lines_aside(path, self.summary.offset)
-        lines = (record for record, _ in read_lines(path, frontier, self.summary.offset))
-        lacking = set(recorded) - {record["step"] for record in lines if is_step(record)}
+        lacking = set(recorded) - cut_lines(path, frontier, self.summary.offset)
         if restored := {step: line for step in sorted(lacking) if (line := line_of(step))}:
             restore_steps(path, self.summary.offset, restored)
-        self._frontier = frontier
         self._stored_offset = self.summary.offset
         self._lines: deque[tuple[dict[str, Any], LineCheck]] = deque()
         """(record, length and checksum of its line) of each step that is not summed yet, and of the evaluations in
@@ -296,12 +308,12 @@ class MetricsFile:
 
     def first_steps(self) -> Iterator[dict[str, Any]]:
         """Records of the first steps, at most `FIRST_LINES`, as far as `summary` covers them."""
-        steps = (record for record, _ in read_lines(self.path, self._frontier) if is_step(record))
+        steps = (record for record, _ in read_lines(self.path) if is_step(record))
         return islice(steps, min(FIRST_LINES, self.summary.step))
 
     def later_steps(self) -> Iterator[dict[str, Any]]:
         """Records of the steps that `summary` does not cover."""
-        for record, line in read_lines(self.path, self._frontier, self.summary.offset):
+        for record, line in read_lines(self.path, self.summary.offset):
             self._lines.append((without_lanes(record), line))
             if is_step(record):
                 yield record

@@ -34,7 +34,7 @@ class SftRecord:
         self.run, self.run_dir, self.steps, self.counts = config.run.name, config.run_dir, steps, counts
         path = self.run_dir / "metrics.jsonl"
         self._file = MetricsFile(path, checkpoint_step, -1)
-        records = [record for record, _ in read_lines(path, checkpoint_step)]
+        records = [record for record, _ in read_lines(path)]
         self.losses: list[float | None] = [finite(record["learner"]["loss"]) for record in records if is_step(record)]
         """Loss of each step; None if it was not finite, or the batch had no rows."""
         self.tokens = sum(record["tokens"] for record in records if is_step(record))

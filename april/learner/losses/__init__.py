@@ -16,30 +16,45 @@ from april.util.registry import Registry
 LOSSES = Registry(
     "algorithm.loss",
     "loss",
-    {name: f"april.learner.losses.policy:{name}" for name in ("ppo", "gspo", "gspo_token", "cispo")}
-    | {name: f"april.learner.losses.policy:{name}" for name in ("bapo", "cross_entropy")},
+    {
+        "ppo": "april.learner.losses.policy:ppo",
+        "gspo": "april.learner.losses.policy:gspo",
+        "gspo_token": "april.learner.losses.policy:gspo_token",
+        "cispo": "april.learner.losses.policy:cispo",
+        "bapo": "april.learner.losses.policy:bapo",
+        "cross_entropy": "april.learner.losses.policy:cross_entropy",
+    },
 )
 CORRECTIONS = Registry(
     "algorithm.corrections",
     "correction",
     {
-        name: f"april.learner.losses.corrections:{name}"
-        for name in ("truncated", "truncated_sequence", "icepop", "geometric")
-    }
-    | {name: f"april.learner.losses.corrections:{name}" for name in ("on_policy_only", "vespo", "m2po", "dppo_tv")},
+        "truncated": "april.learner.losses.corrections:truncated",
+        "truncated_sequence": "april.learner.losses.corrections:truncated_sequence",
+        "icepop": "april.learner.losses.corrections:icepop",
+        "geometric": "april.learner.losses.corrections:geometric",
+        "on_policy_only": "april.learner.losses.corrections:on_policy_only",
+        "vespo": "april.learner.losses.corrections:vespo",
+        "m2po": "april.learner.losses.corrections:m2po",
+        "dppo_tv": "april.learner.losses.corrections:dppo_tv",
+    },
 )
 ADVANTAGES = Registry(
     "algorithm.advantage",
     "advantage estimator",
     {
-        name: f"april.learner.losses.advantages:{name}"
-        for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-    }
-    | {"gae": "april.learner.losses.gae:gae", "opob": "april.learner.losses.advantages:opob"}
-    | {"pass_at_k": "april.learner.losses.pass_at_k:pass_at_k"}
-    | {"gdpo": "april.learner.losses.gdpo:gdpo"}
-    | {"no_reward": "april.learner.losses.distillation:no_reward"}
-    | {"no_baseline": "april.learner.losses.advantages:no_baseline"},
+        "grpo": "april.learner.losses.advantages:grpo",
+        "dr_grpo": "april.learner.losses.advantages:dr_grpo",
+        "rloo": "april.learner.losses.advantages:rloo",
+        "reinforce_pp": "april.learner.losses.advantages:reinforce_pp",
+        "reinforce_pp_baseline": "april.learner.losses.advantages:reinforce_pp_baseline",
+        "gae": "april.learner.losses.gae:gae",
+        "opob": "april.learner.losses.advantages:opob",
+        "pass_at_k": "april.learner.losses.pass_at_k:pass_at_k",
+        "gdpo": "april.learner.losses.gdpo:gdpo",
+        "no_reward": "april.learner.losses.distillation:no_reward",
+        "no_baseline": "april.learner.losses.advantages:no_baseline",
+    },
 )
 """Advantage estimators. By default they take the rewards, group by group (`advantages`); an estimator with the
 attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms` also the gradient norm of each response
@@ -47,7 +62,7 @@ attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms`
 LENGTH_PENALTIES = Registry(
     "algorithm.length_penalty",
     "length penalty",
-    {name: f"april.learner.losses.length:{name}" for name in ("kimi", "alp")},
+    {"kimi": "april.learner.losses.length:kimi", "alp": "april.learner.losses.length:alp"},
 )
 """Additions to rewards for the lengths of a group's responses, before the advantages are computed."""
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.advantages:root_ess"})
@@ -59,7 +74,11 @@ DISTILLATIONS = Registry(
 DIVERGENCES = Registry(
     "algorithm.divergence",
     "divergence",
-    {name: f"april.learner.losses.divergences:{name}" for name in ("forward_kl", "reverse_kl", "jensen_shannon")},
+    {
+        "forward_kl": "april.learner.losses.divergences:forward_kl",
+        "reverse_kl": "april.learner.losses.divergences:reverse_kl",
+        "jensen_shannon": "april.learner.losses.divergences:jensen_shannon",
+    },
 )
 """Divergences of the policy from a teacher: over the whole vocabulary, or, with `over_top_k`, over its top k ids."""
 

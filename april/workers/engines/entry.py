@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from april.weights.source import WeightSource
     from april.workers.engines.base import Engine
-    from april.workers.engines.weight_intake import WeightCheck, WeightLoader
+    from april.workers.engines.weight_loading import WeightCheck, WeightLoader
 
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class EngineEntry:
 
         `engine`: as made by `from_config`. `make_source(channel, server, up, adapts)`: makes a `WeightSource`.
         """
-        from april.workers.engines.weight_intake import WeightLoader
+        from april.workers.engines.weight_loading import WeightLoader
 
         receiver = make_source(worker, adapts=lambda: cls.takes_adapters(config))
         return [WeightLoader(engine, receiver, cls.make_weight_check(config))]
@@ -157,7 +157,7 @@ class EngineEntry:
     @classmethod
     def make_weight_check(cls, config: Config) -> "WeightCheck | None":
         """A new weight check for one engine; None if `weights.canary` is off or the engine does not score."""
-        from april.workers.engines.weight_intake import WeightCheck
+        from april.workers.engines.weight_loading import WeightCheck
 
         if config.weights.canary and not cls.scores:
             log.warning(

@@ -24,7 +24,7 @@ from april.workers.engines.conformance.harness import (
     refusal,
     requests_of_many_shapes,
 )
-from april.workers.engines.weight_intake import WeightCheck
+from april.workers.engines.weight_loading import WeightCheck
 
 # --- faults in weight transfer ----------------------------------------------------------------------------------------
 

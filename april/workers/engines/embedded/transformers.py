@@ -35,7 +35,7 @@ from april.workers.engines.base import EngineError, Request
 from april.workers.engines.embedded.sampling import SamplingPlan, sample, sample_support, stream_of, uniforms
 from april.workers.engines.entry import is_finite
 from april.workers.engines.in_process import InProcessEngine, Next, RunningRequest
-from april.workers.engines.weight_intake import type_rounding
+from april.workers.engines.weight_loading import type_rounding
 
 log = logging.getLogger(__name__)
 

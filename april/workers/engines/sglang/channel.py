@@ -16,7 +16,7 @@ from april.weights.source import StagedWeights
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, ServerSilent
 from april.workers.engines.sglang.engine import SGLangEngine, VerifyWeights
-from april.workers.engines.weight_intake import WeightLoader, scored_text
+from april.workers.engines.weight_loading import WeightLoader, scored_text
 
 JOIN_TIMEOUT_FACTOR = 5
 """Longest time for a gloo group to form or fail, as a multiple of its timeout. A server builds the groups of a channel

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from april.weights.source import WeightSource
     from april.workers.engines.sglang.engine import SGLangEngine
     from april.workers.engines.sglang.fleet import SGLangFleet
-    from april.workers.engines.weight_intake import WeightLoader
+    from april.workers.engines.weight_loading import WeightLoader
 
 
 PLACING_OPTIONS = ("base_gpu_id", "gpu_id_step")

@@ -20,7 +20,7 @@ COLUMNS = ("example_id", "answer", "info", "task")
 """Columns of an environment's row that are kept besides its prompt."""
 SPLITS = {"train": "get_dataset", "heldout": "get_eval_dataset"}
 """Name of each file that `write_rows` writes -> the environment's method that returns the file's rows."""
-rubric_errors: ContextVar[list[Exception]] = ContextVar("raised")
+rubric_errors: ContextVar[list[Exception]] = ContextVar("rubric_errors")
 """Exceptions of the rubric's functions in the current session."""
 
 
