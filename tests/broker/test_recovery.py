@@ -76,7 +76,7 @@ def test_lost_acknowledged_bytes_are_refused_until_the_loss_is_accepted(trained)
     refused(
         trained,
         f"{gone} bytes further",
-        "metrics.jsonl has step 3, and it 2 trained ones",
+        "metrics.jsonl has step 3, and the journal has 2",
         "there is a checkpoint of step 3, and it has 2 batches",
     )
     printed = check_resume(trained.config, accept_loss=True)

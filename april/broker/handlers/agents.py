@@ -123,7 +123,7 @@ class AgentHandler(LeaseHolderHandler):
         if self.ledger.rounds.draining or not self.ledger.rules.agents:
             return
         if self.context.schedule.finished(self.ledger):
-            self._recall_training()
+            self._end_training()
         able = [peer for peer in self.peers.with_role("agents") if self._has_room(peer)]
         while able:
             peer = min(able, key=lambda each: self._load(each) / each.capacity)
@@ -143,7 +143,7 @@ class AgentHandler(LeaseHolderHandler):
         log.warning("the agent of a session is lost, and agent.replay = 'discard' has it not run again", extra=ids)
         self.ledger.lose_session(sample)
 
-    def _recall_training(self) -> None:
+    def _end_training(self) -> None:
         """End agents processes' leases on training sessions after the last batch.
 
         The turns of these sessions would never be generated, and agents that wait for one start no evaluation. The
