@@ -19,8 +19,8 @@ from april.weights.puller import SnapshotPuller
 from april.weights.snapshot import ReusedBuffers, SnapshotError, pack
 from april.wire.message import Version
 from april.wire.training import WeightFolder
+from tests.support.harmed_files import CANARY, HARMS, PATIENCE_S
 from tests.support.run_processes import wait_until
-from tests.weights.test_folders import CANARY, HARMS, PATIENCE_S
 
 DELTA_FILE = "model-0000-0000.delta"
 

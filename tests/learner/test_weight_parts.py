@@ -10,8 +10,8 @@ from april.learner.lora import held_weights
 from april.learner.model import empty_policy
 from april.learner.weight_parts import DivisibleWeights, divide
 from april.weights.channel import TensorHead
-from tests.learner.test_families import FAMILIES, family
 from tests.support.learner.comparison import equal
+from tests.support.learner.families import FAMILIES, family
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import job, make_config, make_policy
 

@@ -1,6 +1,8 @@
-"""Helpers for tests of verifiers."""
+"""Leases to score, and the scores that come of them."""
 
 import time
+
+from april import wire
 
 PATIENCE_S = 150.0
 
@@ -20,3 +22,14 @@ def collect(pool, count, pending=0):
     assert pool.pending == pending
     assert pool.poll() == []
     return scores
+
+
+def grant_of(lease_id, group_scored=()):
+    return wire.Grant(
+        lease_id, task_index=0, index=0, scoring=True, max_new_tokens=9, seed=0, finish_reason="stop", hand_over=False,
+        group_scored=list(group_scored), turns=0, turn_start=0, state=b"", stop_token_ids=[],
+    )  # fmt: skip
+
+
+def task_of(reward):
+    return wire.Task(0, False, label="2", reward=reward, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)

@@ -1,10 +1,11 @@
-"""A worker's connection that delivers scripted messages."""
+"""A worker's connection that delivers scripted messages, and an engine that generates nothing."""
 
 from types import SimpleNamespace
 
 import numpy as np
 
 from april import wire
+from april.wire.message import Version
 
 
 class Connection:
@@ -40,3 +41,33 @@ class Connection:
 
     def check_alive(self):
         pass
+
+
+class Engine:
+    """Fake engine that generates nothing."""
+
+    version, live, queued, capacity, generated_tokens = Version(0, 0), 0, 0, 8, 0
+
+    def step(self):
+        return []
+
+    def failures(self):
+        return []
+
+    def submit(self, request):
+        self.live += 1
+
+    def cancel(self, request_id):
+        return []
+
+    def cancel_all(self, request_ids):
+        return []
+
+
+def grant(lease, evaluation=False):
+    task = wire.Task(0, evaluation, label="", reward="exact", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    grant = wire.Grant(
+        lease, task_index=0, index=lease, scoring=False, max_new_tokens=9, seed=lease, finish_reason="",
+        hand_over=False, group_scored=[], turns=0, turn_start=0, state=b"", stop_token_ids=[],
+    )  # fmt: skip
+    return wire.Grants([task], [grant])

@@ -1,4 +1,4 @@
-"""Servers in the place of a teacher's."""
+"""Servers in the place of a teacher's, and configurations with a teacher."""
 
 import threading
 from contextlib import contextmanager
@@ -7,6 +7,9 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
+
+from april import config as configuration
+from april.config import Config
 
 
 @contextmanager
@@ -62,3 +65,8 @@ class RandomTeacher:
         if not body["return_text_in_logprobs"] and not self.lies:
             self.lies, tops[-1] = 1, [tops[-1][0]] * k
         return {"meta_info": {"input_token_logprobs": tokens, "input_top_logprobs": tops}}
+
+
+def with_teacher(config_file, **keys):
+    tree = configuration.load(config_file, ["--reward.where", "scorer", "--reward.processes", "1"]).written()
+    return Config.model_validate(tree | {"teacher": {"big": keys}})

@@ -11,8 +11,8 @@ from april.weights.chains import chain_from, forwarded_bytes
 from april.weights.channel import WeightPart
 from april.weights.publisher import WeightPublisher
 from april.wire.message import Version
+from tests.support.channel_workers import ChannelWorker
 from tests.support.run_processes import wait_until
-from tests.weights.test_channels import ChannelWorker
 
 SECTION = WeightsSection(channel_size=3, publish_deadline_s=30.0)
 SIZE = 200_000

@@ -18,8 +18,8 @@ from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.weights.snapshot import pack
 from april.wire.message import Version
+from tests.support.channel_workers import PATIENCE_S, ChannelWorker, take
 from tests.support.run_processes import wait_until
-from tests.weights.test_channels import PATIENCE_S, ChannelWorker, take
 
 SECTION = WeightsSection(delta="auto", transfer_deadline_s=PATIENCE_S)
 SIZE = 300_000

@@ -16,9 +16,9 @@ from april.weights.publisher import WeightPublisher
 from april.weights.snapshot import device_checksum
 from april.weights.transports import OtherMachine
 from april.wire.message import Version
+from tests.support.channel_workers import PATIENCE_S, ChannelWorker, total, weights
 from tests.support.host_ring import HostRingTransport
 from tests.support.run_processes import wait_until
-from tests.weights.test_channels import PATIENCE_S, ChannelWorker, total, weights
 
 NAME = f"{HostRingTransport.__module__}:{HostRingTransport.__qualname__}"
 

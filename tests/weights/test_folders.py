@@ -18,15 +18,12 @@ from april.learner.snapshot_writing import MOST_BYTES, model_files
 from april.util import clock
 from april.util.objects import ObjectStore, StoreError
 from april.weights import folders as folders_module
-from april.weights.canary import Canary
 from april.weights.folders import CANARY_FILE, INDEX_FILE, KEPT, SnapshotFolders, name_of
 from april.weights.puller import SnapshotPuller
 from april.weights.snapshot import ReusedBuffers, SnapshotError, pack
 from april.wire.message import Version
+from tests.support.harmed_files import CANARY, HARMS, PATIENCE_S, flip
 from tests.support.run_processes import wait_until
-
-CANARY = Canary([1, 2, 3], [-0.5, -0.25], "float32")
-PATIENCE_S = 60.0
 
 
 def weights(step):
@@ -88,19 +85,6 @@ def test_a_snapshot_has_no_foreign_or_large_file_of_the_model_s_folder(tmp_path)
     for name in taken | others | {"video.mp4"}:
         (tmp_path / name).write_bytes(b"x" * (MOST_BYTES + 1 if name in ("tokenizer.json", "video.mp4") else 1))
     assert model_files(tmp_path).keys() == taken
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def tear(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-HARMS = {"flipped": flip, "torn": tear, "missing": lambda path: path.unlink()}
 
 
 @pytest.mark.parametrize("harm", HARMS)

@@ -20,10 +20,10 @@ from april.weights.publisher import SILENCE_S
 from april.weights.receiver import WeightReceiver
 from april.weights.snapshot import byte_size, server_buckets
 from april.weights.transports import GroupLink
+from tests.support.channel_workers import PATIENCE_S, ChannelWorker
 from tests.support.run_processes import wait_until
 from tests.support.warm_imports import Popen
 from tests.weights.part_ranks import adapted, weights
-from tests.weights.test_channels import PATIENCE_S, ChannelWorker
 
 RANKS = 3
 

@@ -11,8 +11,7 @@ from april import wire
 from april.workers.engines import ENGINES
 from april.workers.images import SampleImages
 from april.workers.worker import Worker
-from tests.support.scripted_connection import Connection
-from tests.workers.test_worker_aborts import Engine, grant
+from tests.support.scripted_connection import Connection, Engine, grant
 
 RED, BLUE = "0" * 64, "1" * 64
 

@@ -9,7 +9,7 @@ from april.data.tokenizer import Tokenizer
 from april.learner.policy.arithmetic import build_tokenizer
 from april.workers.rewards.messages import Score
 from april.workers.scoring import LeasedTask, Scoring, closing, token_values
-from tests.support.reward_scores import collect
+from tests.support.reward_scores import collect, grant_of, task_of
 
 
 class Pool:
@@ -23,17 +23,6 @@ class Pool:
 
     def submit_group(self, key, verifier, items):
         self.texts += [item.response for item in items]
-
-
-def grant_of(lease_id, group_scored=()):
-    return wire.Grant(
-        lease_id, task_index=0, index=0, scoring=True, max_new_tokens=9, seed=0, finish_reason="stop", hand_over=False,
-        group_scored=list(group_scored), turns=0, turn_start=0, state=b"", stop_token_ids=[],
-    )  # fmt: skip
-
-
-def task_of(reward):
-    return wire.Task(0, False, label="2", reward=reward, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 def test_verifiers_get_special_tokens_unless_they_are_named_otherwise(config_file, tmp_path):

@@ -4,41 +4,10 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.wire.message import Version
 from april.workers.worker import Worker
-from tests.support.scripted_connection import Connection
+from tests.support.scripted_connection import Connection, Engine, grant
 
 WATERMARK = 5
-
-
-class Engine:
-    """Fake engine that generates nothing."""
-
-    version, live, queued, capacity, generated_tokens = Version(0, 0), 0, 0, 8, 0
-
-    def step(self):
-        return []
-
-    def failures(self):
-        return []
-
-    def submit(self, request):
-        self.live += 1
-
-    def cancel(self, request_id):
-        return []
-
-    def cancel_all(self, request_ids):
-        return []
-
-
-def grant(lease, evaluation=False):
-    task = wire.Task(0, evaluation, label="", reward="exact", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-    grant = wire.Grant(
-        lease, task_index=0, index=lease, scoring=False, max_new_tokens=9, seed=lease, finish_reason="",
-        hand_over=False, group_scored=[], turns=0, turn_start=0, state=b"", stop_token_ids=[],
-    )  # fmt: skip
-    return wire.Grants([task], [grant])
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from april.workers.engines.sglang.server import ServerSettings
 from april.workers.scoring import LeasedTask, Scoring
 from april.workers.teachers.check import check_teacher
 from tests.support.attached_servers import SGLANG_PYTHON, VLLM_PYTHON, PlainVLLM, serve
-from tests.support.reward_scores import collect
-from tests.workers.teachers.test_teachers import with_teacher
-from tests.workers.test_scoring import grant_of, task_of
+from tests.support.reward_scores import collect, grant_of, task_of
+from tests.support.teacher_servers import with_teacher
 
 TOP_K = 5
 SERVERS = {

@@ -8,8 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from april import config as configuration
-from april.config import Config, ConfigError
+from april.config import ConfigError
 from april.data.tokenizer import Tokenizer
 from april.launch.memory import read_shape, teacher_bytes
 from april.learner.policy.arithmetic import build_tokenizer
@@ -22,9 +21,8 @@ from april.workers.teachers.messages import TeacherAnswer, TeacherError, Teacher
 from april.workers.teachers.pool import Teachers, with_column
 from april.workers.teachers.process import answer_of
 from april.workers.teachers.servers import OpenaiTeacher, SglangTeacher, VllmTeacher
-from tests.support.reward_scores import collect
-from tests.support.teacher_servers import serving
-from tests.workers.test_scoring import grant_of, task_of
+from tests.support.reward_scores import collect, grant_of, task_of
+from tests.support.teacher_servers import serving, with_teacher
 
 IDS = [1, 2, 3, 4, 5]
 LOGPROBS = [-0.5, -1.0, -2.0, -4.0]
@@ -183,11 +181,6 @@ def test_a_folder_s_top_k_are_those_of_its_distributions_among_the_ids_of_the_po
     item = TeacherItem(1, ids[:1].tobytes(), [ids[1:].tobytes()])
     told = np.frombuffer(answer_of(teacher, item, given).tops[0], np.float32).reshape(4, 3, 2)
     assert np.array_equal(told[..., 0], numbers.numpy()) and np.allclose(told[..., 1], top.numpy(), atol=1e-5)
-
-
-def with_teacher(config_file, **keys):
-    tree = configuration.load(config_file, ["--reward.where", "scorer", "--reward.processes", "1"]).written()
-    return Config.model_validate(tree | {"teacher": {"big": keys}})
 
 
 @pytest.mark.full
