@@ -220,15 +220,15 @@ def read_columns(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str
         text_columns = [name for name in TEXT_COLUMNS if name in schema.names]
         extra_columns = [field.name for field in schema if is_extra_column(field)][:MAX_EXTRA_COLUMNS]
         times = [name for name in TIME_COLUMNS if name in schema.names]
-        stays = "stays" in schema.names
-        branch = [name for name in ("branch",) if name in schema.names]
-        flat = [*FLAT_COLUMNS, *branch, *text_columns, *extra_columns, *times]
+        has_spans = "stays" in schema.names
+        fork = [name for name in ("branch",) if name in schema.names]
+        flat = [*FLAT_COLUMNS, *fork, *text_columns, *extra_columns, *times]
         table = file.read([*flat, *nested_paths(file)], use_threads=False).combine_chunks()
     columns = {
         "step": np.full(len(table), step, np.int32),
         "group": numbers(table, "group", np.int64),
         "index": numbers(table, "index", np.int32),
-        "branch": numbers(table, "branch", np.int16) if branch else np.zeros(len(table), np.int16),
+        "branch": numbers(table, "branch", np.int16) if fork else np.zeros(len(table), np.int16),
         "reward": numbers(table, "reward", np.float64),
         "advantage": numbers(table, "advantage", np.float32),
         "trained": numbers(table, "trained", np.int8),
@@ -240,7 +240,7 @@ def read_columns(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str
         opened, delivered = (numbers(table, name, np.float64) for name in TIME_COLUMNS)
         columns["life_s"] = (delivered - opened).astype(np.float32)
     texts_by_column = {name: table[name].to_pylist() for name in text_columns}
-    return columns, texts_by_column | ({"worker": last_workers(table["stays"])} if stays else {})
+    return columns, texts_by_column | ({"worker": last_workers(table["stays"])} if has_spans else {})
 
 
 def nested_paths(file: Any) -> list[str]:

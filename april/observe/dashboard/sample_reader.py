@@ -102,10 +102,10 @@ def read_rows_at(
 
 
 def positions_of(
-    run_dir: Path, step: int, group: int, index: int | None = None, branch: int = 0, discarded: str = ""
+    run_dir: Path, step: int, group: int, index: int | None = None, fork: int = 0, discarded: str = ""
 ) -> list[int]:
-    """Positions of a group's samples in the step's file, or of the one with `index` and `branch` (fork of an agent's
-    session); rows that were `discarded` for that reason come first. Raises ConfigError."""
+    """Positions of a group's samples in the step's file, or of the one with `index` and `fork` (of an agent's session);
+    rows that were `discarded` for that reason come first. Raises ConfigError."""
     import pyarrow as arrow
 
     try:
@@ -114,13 +114,13 @@ def positions_of(
             table = file.read(columns, use_threads=False)
     except (OSError, arrow.ArrowInvalid):
         raise ConfigError(f"samples of step {step} are not kept, or cannot be read; look for another step's") from None
-    branches = table["branch"].to_pylist() if "branch" in columns else [0] * len(table)
+    forks = table["branch"].to_pylist() if "branch" in columns else [0] * len(table)
     reasons = table["discarded"].to_pylist() if "discarded" in columns else [""] * len(table)
-    rows = list(zip(table["group"].to_pylist(), table["index"].to_pylist(), branches, strict=True))
+    rows = list(zip(table["group"].to_pylist(), table["index"].to_pylist(), forks, strict=True))
     found = [
         (*row, (reasons[position] or "") != discarded, position)
         for position, row in enumerate(rows)
-        if row == (group, index, branch) or (index is None and row[0] == group)
+        if row == (group, index, fork) or (index is None and row[0] == group)
     ]
     if not found:
         name = f"group {group}" if index is None else f"sample {group}.{index}"

@@ -73,12 +73,12 @@ def write_sample(writer: "TraceWriter", parent: int, sample: dict[str, Any]) -> 
     for kind in ("opened", "delivered", "discarded"):
         if time := sample[f"{kind}_at"]:
             writer.instant(track, kind, time)
-    stays = sorted(sample["stays"] or [], key=lambda stay: stay["began"])
-    agent_track = writer.track("agent", track) if any(stay["what"] == "act" for stay in stays) else track
-    for stay in stays:
-        annotations = {"how": stay["how"], "from_tokens": stay["start"], "to_tokens": stay["end"]}
-        stay_track = agent_track if stay["what"] == "act" else track
-        writer.slice(stay_track, f"{stay['what']} on {stay['where']}", stay["began"], stay["ended"], **annotations)
+    spans = sorted(sample["stays"] or [], key=lambda span: span["began"])
+    agent_track = writer.track("agent", track) if any(span["what"] == "act" for span in spans) else track
+    for span in spans:
+        annotations = {"how": span["how"], "from_tokens": span["start"], "to_tokens": span["end"]}
+        span_track = agent_track if span["what"] == "act" else track
+        writer.slice(span_track, f"{span['what']} on {span['where']}", span["began"], span["ended"], **annotations)
 
 
 class TraceWriter:
@@ -182,9 +182,9 @@ def record_trace(tracer: "Tracer", sample: dict[str, Any]) -> bool:
     Returns False where no times are known."""
     from opentelemetry.trace import INVALID_SPAN, set_span_in_context
 
-    stays = sample["stays"] or []
-    begins = [sample["opened_at"], *(stay["began"] for stay in stays)]
-    ends = [sample["delivered_at"], sample["discarded_at"], *(stay["ended"] for stay in stays)]
+    held = sample["stays"] or []
+    begins = [sample["opened_at"], *(span["began"] for span in held)]
+    ends = [sample["delivered_at"], sample["discarded_at"], *(span["ended"] for span in held)]
     begin, end = min(filter(None, begins), default=0.0), max(filter(None, ends), default=0.0)
     if not begin or not end:
         return False
@@ -193,10 +193,10 @@ def record_trace(tracer: "Tracer", sample: dict[str, Any]) -> bool:
         "sample", set_span_in_context(INVALID_SPAN), start_time=nanoseconds(begin), attributes=attributes
     )
     context = set_span_in_context(root)
-    for stay in stays:
-        attributes = {f"april.{name}": stay[name] for name in ("where", "how", "start", "end")}
-        span = tracer.start_span(stay["what"], context, start_time=nanoseconds(stay["began"]), attributes=attributes)
-        span.end(nanoseconds(stay["ended"]))
+    for each in held:
+        attributes = {f"april.{name}": each[name] for name in ("where", "how", "start", "end")}
+        span = tracer.start_span(each["what"], context, start_time=nanoseconds(each["began"]), attributes=attributes)
+        span.end(nanoseconds(each["ended"]))
     for chunk in sample["chunks"] or []:
         if chunk["at"]:
             root.add_event("chunk", {"april.end": chunk["end"]}, nanoseconds(chunk["at"]))
