@@ -21,7 +21,7 @@ from april.weights.base import BaseWeights, PartMerger
 from april.weights.channel import TensorHead, connect_to_store
 from april.weights.parts import Description, PartCommands, PartSender
 from april.weights.publisher import WeightPublisher
-from april.weights.snapshot import checksums_in_server, unpack
+from april.weights.snapshot import ReusedBuffers, checksums_in_server, unpack
 from april.wire.message import Version
 from april.wire.sockets.base import own_address
 
@@ -42,6 +42,7 @@ class DividedSending:
         adapter of this model, and all ranks a part of the complete weights to workers that do not have it. Raises
         ConfigError if workers cannot reach every rank. Collective."""
         self.config, self.publisher = config, publisher
+        self.buffers = ReusedBuffers(stay=True)
         self.needs_checksums = config.engine.weights == "broadcast" and device.type == "cpu"
         """Whether inference servers may be verified: by the checksums of their tensors, which the ranks compute."""
         names = divided_names(adapter_base) if adapter_base else []
@@ -142,11 +143,12 @@ class DividedSending:
             self.ends.await_withdrawn(self.config.learner.collective_timeout_s)
         tensors = trainer.backend.divisible_weights()
         assert tensors is not None
-        part = gather_part(version, tensors, trainer.generation_dtype)
+        part = gather_part(version, tensors, trainer.generation_dtype, self.buffers.take)
         if isinstance(self.ends, PartSender):
             self.ends.keep(part)
         checksums = checksums_in_server(unpack(part.heads, part.data)) if self.needs_checksums else {}
-        (_, own), *others = all_gather_values((part.part, checksums), Description)
+        told = part.hashed_part if isinstance(self.ends, PartSender) else part.part
+        (_, own), *others = all_gather_values((told, checksums), Description)
         merged = own | {name: each for _, their in others for name, each in their.items()}
         part = replace(part, others=tuple(other for other, _ in others), server_checksums=merged)
         self._has_gathered = True

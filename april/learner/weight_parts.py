@@ -29,10 +29,10 @@ from april.weights.snapshot import (
     ALIGNMENT_BYTES,
     Snapshot,
     byte_size,
-    digest,
     empty_buffer,
     fused_name,
     layout,
+    snapshot_of,
 )
 from april.wire.message import Version
 
@@ -150,11 +150,16 @@ def shares(bucket: Iterable[Piece], rank: int, owner: int) -> list[Share]:
     return [Share(piece, span) for piece, span in spans if span]
 
 
-def gather_part(version: Version, tensors: Sequence[WeightTensor], dtype: torch.dtype | None = None) -> Snapshot:
+def gather_part(
+    version: Version,
+    tensors: Sequence[WeightTensor],
+    dtype: torch.dtype | None = None,
+    take: Callable[[int], Tensor] = empty_buffer,
+) -> Snapshot:
     """This rank's part of the weights, on the CPU, in `dtype` (None: float32) but for tensors that have their own.
     Collective.
 
-    `tensors`: from `DivisibleWeights`, in the same order on all ranks.
+    `tensors`: from `DivisibleWeights`, in the same order on all ranks. `take`: a buffer of a size.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dtypes = [each.held.dtype or dtype or torch.float32 for each in tensors]
@@ -170,7 +175,7 @@ def gather_part(version: Version, tensors: Sequence[WeightTensor], dtype: torch.
         divided = (pieces(tensors[i], dtypes[i], offset) for i, offset in zip(members, offsets, strict=True))
         gathered.append(list(in_buckets(chain.from_iterable(divided))))
         if each == rank:
-            own_heads, data = [heads[i] for i in members], empty_buffer(size)
+            own_heads, data = [heads[i] for i in members], take(size)
     rotating = ((owner, bucket) for row in zip_longest(*gathered) for owner, bucket in enumerate(row) if bucket)
     under_way: deque[Transfer] = deque()
     memories = [MessageMemory() for _ in range(IN_FLIGHT)]
@@ -183,7 +188,7 @@ def gather_part(version: Version, tensors: Sequence[WeightTensor], dtype: torch.
     for head, offset in zip(own_heads, layout(own_heads)[0], strict=True):
         end = offset + byte_size(head)
         data[end : end + -end % ALIGNMENT_BYTES] = 0
-    return Snapshot(version, own_heads, data, digest(data))
+    return snapshot_of(version, own_heads, data)
 
 
 def pieces(each: WeightTensor, dtype: torch.dtype, offset: int) -> Iterator[Piece]:

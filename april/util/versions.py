@@ -15,7 +15,7 @@ import msgspec
 from april.util.errors import ConfigError
 from april.version import VERSION
 
-PROTOCOLS = {15: "0.2"}
+PROTOCOLS = {16: "0.2"}
 """Protocol number -> the last April version that speaks it. Earlier numbers were never released."""
 PROTOCOL = max(PROTOCOLS)
 """Protocol number of this April."""

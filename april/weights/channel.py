@@ -50,7 +50,7 @@ class ChannelJoin(Message):
     """Checksum of the worker's base model, for which the learner may send adapters; "": the worker needs complete
     weights."""
     digest: Name = ""
-    """Digest of the version `held` if the worker keeps it, so that deltas to it may be sent; otherwise ""."""
+    """Checksum of the version `held` if the worker keeps it, so that deltas to it may be sent; otherwise ""."""
 
 
 class ChannelInvite(Message):
@@ -129,8 +129,13 @@ class WeightPart(msgspec.Struct, array_like=True, frozen=True):
 
     tensors: list[TensorHead]
     total_bytes: int
-    digest: str
-    """Digest of the bytes (`april.weights.snapshot.digest`)."""
+    checksum: str
+    """Checksum of the bytes (`april.weights.snapshot.checksum`)."""
+    digest: str = ""
+    """SHA-256 of the bytes (`april.weights.snapshot.digest`); "" if only the delta comes."""
+    delta_digest: str = ""
+    """The same of the part's delta, which comes in its place; "" if the part is whole, or what the delta makes of the
+    base has `digest`."""
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True):
@@ -152,7 +157,7 @@ class DeltaBase(msgspec.Struct, array_like=True, frozen=True):
 
     version: Version
     digest: str
-    """Digest of the whole version (`april.weights.snapshot.joint_digest`)."""
+    """Checksum of the whole version (`april.weights.snapshot.joint_checksum`)."""
 
 
 class ChannelManifest(Message):
@@ -193,7 +198,7 @@ class ChannelLoaded(Message):
     channel: str
     version: Version
     digest: Name = ""
-    """Digest of these weights if the worker keeps them, so that deltas to them may be sent; otherwise ""."""
+    """Checksum of these weights if the worker keeps them, so that deltas to them may be sent; otherwise ""."""
 
 
 class ChannelFailed(Message):
@@ -259,7 +264,7 @@ class WeightChannel:
     base: str = ""
     """Checksum of the worker's base model."""
     digest: str = ""
-    """Digest of the acknowledged version, if the worker keeps it."""
+    """Checksum of the acknowledged version, if the worker keeps it."""
     was_delta: bool = False
     """Whether the last transfer was a delta."""
     sent_bytes: int = 0

@@ -12,13 +12,13 @@ Few bfloat16 values change in a step of RL (PULSE, arXiv 2602.03839), and most o
 compresses better than the new value. Bytes of one significance lie together, for the same reason.
 """
 
-import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 import torch
+import xxhash
 import zstandard
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from april.weights.snapshot import (
     DTYPES,
     ReusedBuffers,
     SnapshotError,
+    checksum,
     clear_padding,
     layout,
     on_threads,
@@ -36,6 +37,8 @@ from april.weights.snapshot import (
 
 BLOCK_BYTES = 2**24
 """Most bytes of a block, which bounds the memory that a thread takes for encoding and applying."""
+COMPARED_VALUES = 2**18
+"""Values of a block that are compared at a time: the result stays in the processor's cache."""
 LEVEL = 1
 """Level of zstd's compression: 3 takes longer and saves nothing here."""
 MOST_SPARSE = 0.5
@@ -54,35 +57,44 @@ class DeltaTensor(msgspec.Struct, array_like=True, frozen=True):
     """A tensor in a file of deltas."""
 
     head: TensorHead
-    digest: str
-    """SHA-256 of the tensor's bytes once the delta is applied."""
+    checksum: str
+    """XXH3, 128 bits, of the tensor's bytes once the delta is applied; "" where the part has one."""
     blocks: list[tuple[str, int]]
     """Form of each block, and the size of its payload in bytes."""
 
 
-def delta_pieces(heads: Sequence[TensorHead], new: Mapping[str, Tensor], base: Mapping[str, Tensor]) -> list[bytes]:
+def delta_pieces(
+    heads: Sequence[TensorHead], new: Mapping[str, Tensor], base: Mapping[str, Tensor], *, checked: bool = True
+) -> list[bytes]:
     """The bytes of a file of deltas that turn `base` into `new`. A tensor that `base` has not, or has in another shape
-    or dtype, is whole."""
+    or dtype, is whole. `checked`: with a checksum of each tensor."""
     described, payloads = [], list[bytes]()
     with on_threads() as submit:
         encoding = []
         for head in heads:
             values, old = words(new[head.name]), words_of_base(head, base)
             pieces = [(values[place], None if old is None else old[place]) for place in blocks(values)]
-            encoding.append((head, submit(sha256_of, values), [submit(encode, *piece) for piece in pieces]))
-        for head, digest, encoded in encoding:
+            found = submit(checksum_of, values) if checked else None
+            encoding.append((head, found, [submit(encode, *piece) for piece in pieces]))
+        for head, found, encoded in encoding:
             of_blocks = [block.result() for block in encoded]
             payloads += [payload for _, payload in of_blocks]
-            described.append(DeltaTensor(head, digest.result(), [(form, len(payload)) for form, payload in of_blocks]))
+            forms = [(form, len(payload)) for form, payload in of_blocks]
+            described.append(DeltaTensor(head, found.result() if found else "", forms))
     header = msgspec.msgpack.encode(described)
     return [LENGTH.pack(len(header)), header, *payloads]
 
 
 def apply_delta(
-    data: Tensor, base: Mapping[str, Tensor], buffers: ReusedBuffers, part: WeightPart | None = None
-) -> dict[str, Tensor]:
-    """The tensors that a file of deltas, uint8 [bytes], makes of `base`, which stays as it is. Raises SnapshotError if
-    they are not the learner's, or not those of `part`, a trusted description for a file that is not."""
+    data: Tensor,
+    base: Mapping[str, Tensor],
+    buffers: ReusedBuffers,
+    part: WeightPart | None = None,
+    in_place: Tensor | None = None,
+) -> tuple[list[TensorHead], Tensor]:
+    """The tensors that a file of deltas, uint8 [bytes], makes of `base`, packed; `base` stays as it is unless
+    `in_place` is given, the buffer in which those of `part` lie. Raises SnapshotError if they are not the learner's, or
+    not those of `part`, a trusted description."""
     content = memoryview(data.numpy())
     try:
         (length,) = LENGTH.unpack(content[: LENGTH.size])
@@ -92,7 +104,7 @@ def apply_delta(
         heads = [each.head for each in described]
         if part and heads != part.tensors:
             raise SnapshotError("a delta of weights has other tensors than were announced")
-        made = buffers.take(layout(heads)[1])
+        made = buffers.take(layout(heads)[1]) if in_place is None else in_place
         tensors = unpack(heads, made)
         with on_threads() as submit:
             decoding = []
@@ -104,21 +116,23 @@ def apply_delta(
                     content = content[size:]
             for block in decoding:
                 block.result()
-            found = [submit(sha256_of, words(tensor)) for tensor in tensors.values()]
-            for each, made_digest in zip(described, found, strict=True):
-                digest = made_digest.result()
-                if digest != each.digest:
+            checked = [(each, submit(checksum_of, words(tensors[each.head.name]))) for each in described if not part]
+            for each, found in checked:
+                if found.result() != each.checksum:
                     raise WrongBase(f"tensor {each.head.name} is not the learner's once its delta is applied")
     except (struct.error, msgspec.DecodeError, zstandard.ZstdError, ValueError, IndexError, MemoryError) as error:
         raise SnapshotError(f"a delta of weights cannot be read: {error}") from error
     if part:
         clear_padding(heads, made)
-        verify(made, part.digest)
-    return tensors
+        if not part.delta_digest:
+            verify(made, part.digest)
+        elif checksum(made) != part.checksum:
+            raise WrongBase("the weights are not the learner's once their delta is applied")
+    return heads, made
 
 
-def sha256_of(values: np.ndarray) -> str:
-    return hashlib.sha256(values.data).hexdigest()
+def checksum_of(values: np.ndarray) -> str:
+    return xxhash.xxh3_128_hexdigest(values.data)
 
 
 def words(tensor: Tensor) -> np.ndarray:
@@ -143,17 +157,22 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> tuple[str, bytes]:
     zstd = zstandard.ZstdCompressor(LEVEL)
     if old is None:
         return WHOLE, zstd.compress(planes(new))
-    places = np.flatnonzero(new != old)
-    if places.size <= MOST_SPARSE * new.size:
-        distances = np.diff(places, prepend=0).astype(DISTANCE)
-        return SPARSE, zstd.compress(planes(distances) + planes(new[places] ^ old[places]))
+    found, changed = list[np.ndarray](), list[np.ndarray]()
+    for first in range(0, new.size, COMPARED_VALUES):
+        compared, of_base = (values[first:][:COMPARED_VALUES] for values in (new, old))
+        at = np.flatnonzero(compared != of_base)
+        found.append(at + first)
+        changed.append(compared[at] ^ of_base[at])
+    if sum(map(len, found)) <= MOST_SPARSE * new.size:
+        distances = np.diff(np.concatenate(found), prepend=0).astype(DISTANCE)
+        return SPARSE, zstd.compress(planes(distances) + planes(np.concatenate(changed)))
     candidates = [(XOR, zstd.compress(planes(new ^ old))), (WHOLE, zstd.compress(planes(new)))]
     return min(candidates, key=lambda candidate: len(candidate[1]))
 
 
 def decode(form: str, payload: memoryview, old: np.ndarray | None, into: np.ndarray) -> None:
-    """Write the values of a block. Raises ZstdError, ValueError or IndexError if the payload is not of this form and
-    size."""
+    """Write the values of a block, which may lie where `old` does. Raises ZstdError, ValueError or IndexError if the
+    payload is not of this form and size."""
     if zstandard.frame_content_size(payload) > into.size * (DISTANCE.itemsize + into.itemsize):
         raise ValueError("a block is too long")
     raw = zstandard.ZstdDecompressor().decompress(payload)
@@ -166,7 +185,8 @@ def decode(form: str, payload: memoryview, old: np.ndarray | None, into: np.ndar
     else:
         end = len(raw) // (DISTANCE.itemsize + into.itemsize) * DISTANCE.itemsize
         places = np.cumsum(from_planes(raw[:end], DISTANCE), dtype=np.int64)
-        into[:] = old
+        if into.ctypes.data != old.ctypes.data:
+            into[:] = old
         into[places] ^= from_planes(raw[end:], into.dtype)
 
 

@@ -243,7 +243,7 @@ class SnapshotFolders:
         self.objects.read_into(f"{name_of(folder.version)}/{name}", begin, check)
         if found.hexdigest() != digest:
             raise SnapshotError(f"{self._url(folder, name)} is damaged: it is not what the learner has written")
-        return apply_delta(data, base, buffers) if name.endswith(DELTAS) else tensors_of(data)
+        return unpack(*apply_delta(data, base, buffers)) if name.endswith(DELTAS) else tensors_of(data)
 
     def _url(self, folder: WeightFolder, name: str) -> str:
         return f"{self.objects.url}/{name_of(folder.version)}/{name}"

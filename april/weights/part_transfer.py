@@ -5,31 +5,38 @@ length of 0 the part comes whole.
 sent = bases.followed_by(part)                          # on the learner, for each version
 prepare_delta(sent)                                     # while no deadline runs
 send_part(link, sent, bucket_bytes, deadline, as_delta=True)
-tensors = receive_delta(link, part, bucket_bytes, base, buffers, deadline)          # in the worker
+data = receive_delta(link, part, bucket_bytes, base, buffers, deadline)             # in the worker
 """
 
 import contextlib
 import logging
 import struct
 import threading
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
+import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
-from april.weights.channel import DeltaBase, WeightChannel, WeightPart
+from april.weights.channel import DeltaBase, TensorHead, WeightChannel, WeightPart
 from april.weights.deltas import apply_delta, delta_pieces
 from april.weights.snapshot import (
+    ArrivingDigest,
     ReusedBuffers,
     Snapshot,
     SnapshotError,
     buckets,
+    check,
     checksums_in_server,
+    digest,
     empty_buffer,
-    joint_digest,
+    joint_checksum,
+    on_threads,
     outgoing,
     unpack,
     verify,
@@ -38,6 +45,8 @@ from april.weights.transports import Link, Received
 
 log = logging.getLogger(__name__)
 
+Packed: TypeAlias = tuple[list[TensorHead], Tensor]
+"""Tensors, and the buffer in which they lie."""
 Forwarding: TypeAlias = "AbstractContextManager[Received | None]"
 LENGTH = struct.Struct("<Q")
 VERIFY_EVERY = 20
@@ -57,7 +66,9 @@ class PartDelta:
     kept for all. The base is kept until then, or until it is released."""
 
     def __init__(self, base: Snapshot):
-        self.base = DeltaBase(base.version, joint_digest(base.parts))
+        self.base = DeltaBase(base.version, joint_checksum(base.parts))
+        self.digest = ""
+        """SHA-256 of the delta (`digest`), once it is computed."""
         self._old: Snapshot | None = base
         self._encoded = NONE
         self._encoding = threading.Lock()
@@ -68,9 +79,11 @@ class PartDelta:
         with self._encoding:
             if self._old:
                 old = unpack(self._old.heads, self._old.data)
-                content = bytearray().join(delta_pieces(part.heads, unpack(part.heads, part.data), old))
+                new = unpack(part.heads, part.data)
+                content = bytearray().join(delta_pieces(part.heads, new, old, checked=False))
                 shorter = len(content) < part.data.numel()
                 self._encoded, self._old = torch.frombuffer(content, dtype=torch.uint8) if shorter else NONE, None
+                self.digest = digest(self._encoded)
         return self._encoded
 
     def release(self) -> None:
@@ -142,6 +155,14 @@ def prepare_delta(part: Snapshot) -> Tensor:
     return part.delta.encoded(part) if isinstance(part, SnapshotWithDelta) else NONE
 
 
+def as_sent(snapshot: Snapshot, as_delta: bool) -> list[WeightPart]:
+    """Descriptions of all parts of a version as they are sent: this rank's has the SHA-256 of its delta, if that is
+    sent, and those of other ranks that of the part, since only they have their deltas."""
+    if as_delta and len(prepare_delta(snapshot)) and isinstance(snapshot, SnapshotWithDelta):
+        return [structs.replace(snapshot.part, delta_digest=snapshot.delta.digest), *snapshot.others]
+    return [snapshot.hashed_part, *snapshot.others]
+
+
 def send_part(
     link: Link, part: Snapshot, bucket_bytes: int, deadline: float, *, to_server: bool = False, as_delta: bool = False
 ) -> int:
@@ -184,6 +205,25 @@ class KeptWeights:
 
     name: DeltaBase
     tensors: Mapping[str, Tensor]
+    buffers: Sequence[tuple[list[TensorHead], Tensor, "weakref.ref[np.ndarray]"]] = ()
+    """The tensors of each part, the buffer in which they lie, and what lives as long as somebody else uses them."""
+
+    @classmethod
+    def lend(cls, name: DeltaBase, parts: Sequence[Packed]) -> tuple[Self, dict[str, Tensor]]:
+        """The kept weights, and their tensors for an engine, which may use them as long as it likes."""
+        views = [data.numpy() for _, data in parts]
+        buffers = [(heads, data, weakref.ref(view)) for (heads, data), view in zip(parts, views, strict=True)]
+        lent = [(heads, torch.from_numpy(view)) for (heads, _), view in zip(parts, views, strict=True)]
+        return cls(name, unpack_all(parts), buffers), unpack_all(lent)
+
+    def own_buffer(self, heads: list[TensorHead]) -> Tensor | None:
+        """The buffer in which these tensors lie, if nobody else uses them; a delta is then applied in place."""
+        return next((data for its, data, lent in self.buffers if its == heads and lent() is None), None)
+
+
+def unpack_all(parts: Iterable[Packed]) -> dict[str, Tensor]:
+    """The tensors of several parts, by name, as views of their buffers."""
+    return {name: tensor for heads, data in parts for name, tensor in unpack(heads, data).items()}
 
 
 MOST_WHOLE = 64
@@ -225,13 +265,21 @@ def receive(link: Link, expected: Iterable[Tensor], deadline: float, received: "
 
 def receive_whole(
     link: Link, part: WeightPart, bucket_bytes: int, data: Tensor, deadline: float, forwarding: Forwarding
-) -> dict[str, Tensor]:
-    """Receive a whole part into `data`, check it, and return its tensors by name. `forwarding`: of each bucket, to the
-    next worker of a chain. Raises RuntimeError or OSError."""
-    with forwarding as received:
-        receive(link, buckets(data, bucket_bytes), deadline, received)
-    verify(data, part.digest)
-    return unpack(part.tensors, data)
+) -> Packed:
+    """Receive a whole part into `data`, and check it. `forwarding`: of each bucket, to the next worker of a chain.
+    Raises RuntimeError or OSError."""
+    with on_threads() as submit:
+        arriving = ArrivingDigest(data, submit)
+        with forwarding as forward:
+
+            def received(bucket: Tensor) -> None:
+                if forward:
+                    forward(bucket)
+                arriving.add(bucket)
+
+            link.receive_each(buckets(data, bucket_bytes), deadline, received)
+        check(arriving.result(), part.digest)
+    return part.tensors, data
 
 
 def receive_delta(
@@ -242,9 +290,9 @@ def receive_delta(
     buffers: ReusedBuffers,
     deadline: float,
     forwarding: Forwarding,
-) -> dict[str, Tensor]:
-    """Receive the delta of a part, apply it to `base`, check the result, and return it by name; `forwarding` as in
-    `receive_whole`. Raises RuntimeError or OSError."""
+) -> Packed:
+    """Receive the delta of a part, check it, apply it to `base`, in place if nobody else uses that, and check the
+    result; `forwarding` as in `receive_whole`. Raises RuntimeError or OSError."""
     length = torch.zeros(LENGTH.size, dtype=torch.uint8)
     with forwarding as received:
         receive(link, [length], deadline, received)
@@ -256,4 +304,6 @@ def receive_delta(
             raise SnapshotError(f"a delta of {size} bytes is announced for {part.total_bytes} bytes of weights")
         data = empty_buffer(size)
         receive(link, buckets(data, bucket_bytes), deadline, received)
-    return apply_delta(data, base.tensors, buffers, part)
+    if part.delta_digest:
+        verify(data, part.delta_digest)
+    return apply_delta(data, base.tensors, buffers, part, base.own_buffer(part.tensors))

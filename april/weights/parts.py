@@ -31,7 +31,7 @@ from april.weights import TRANSPORTS
 from april.weights.base import PartMerger
 from april.weights.channel import Adapter, ChannelInvite, TensorHead, WeightPart, link_name
 from april.weights.part_transfer import DeltaBases, prepare_delta, send_part
-from april.weights.snapshot import Snapshot, buckets, digest, empty_buffer, layout, pack, unpack
+from april.weights.snapshot import Snapshot, buckets, empty_buffer, layout, pack, snapshot_of, unpack
 from april.weights.transports import Transport
 from april.wire.message import Version
 
@@ -222,7 +222,7 @@ def received_parts(part: Snapshot, group: dist.ProcessGroup) -> Snapshot:
     for rank, place in enumerate(others, 1):
         receive_bytes(place, rank, group)
     heads = [head for each in part.parts for head in each.tensors]
-    return Snapshot(part.version, heads, data, digest(data), part.canary)
+    return snapshot_of(part.version, heads, data, part.canary)
 
 
 def merged_or_why(
@@ -347,7 +347,7 @@ class PartSender:
         made = merged_or_why(self.merger, self.rank, command, heads, data)
         if isinstance(made, Snapshot):
             self._newest = made
-        said = made if isinstance(made, str) else (made.part, dict(made.server_checksums))
+        said = made if isinstance(made, str) else (made.hashed_part, dict(made.server_checksums))
         encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(said)), dtype=torch.uint8)
         dist.send(torch.tensor([len(encoded)]), 0, self.group)
         send_bytes(encoded, 0, self.group)

@@ -45,17 +45,10 @@ from april.weights.channel import (
     serve_store,
 )
 from april.weights.merged import MergedSnapshots
-from april.weights.part_transfer import (
-    DeltaBases,
-    copies_sent,
-    delta_base_for,
-    expected_in_server,
-    prepare_delta,
-    send_part,
-)
+from april.weights.part_transfer import DeltaBases, as_sent, copies_sent, delta_base_for, expected_in_server, send_part
 from april.weights.parts import CloseLink, HoldPart, OpenLink, PartCommands, SendPart, WithdrawPart
 from april.weights.publisher_socket import PublisherSocket
-from april.weights.snapshot import Snapshot, pack
+from april.weights.snapshot import ReusedBuffers, Snapshot, pack
 from april.weights.transports import ExternalTransport, Link, Transport
 from april.wire import limits
 from april.wire.message import Version
@@ -83,6 +76,7 @@ class WeightPublisher:
         self.device = device
         self._snapshot: Snapshot | None = None
         self._bases = DeltaBases(config.delta)
+        self._buffers = ReusedBuffers(self._transport.device, stay=True)
         self._ranks: PartCommands | None = None
         """Commands to the ranks that hold the other parts of each version; None while rank 0 holds all."""
         self._senders = 1
@@ -153,15 +147,16 @@ class WeightPublisher:
         """Send `version` to all workers; returns once each has loaded it, puts that off or is lost, or at the publish
         deadline.
 
-        `weights`: all of them, an adapter, or rank 0's part. `canary`: the learner's canary under this version. With an
-        adapter, workers that do not have the same base model are sent complete weights. Returns the figures of the
-        publication, by name.
+        `weights`: all of them, an adapter, or rank 0's part. `canary`: the learner's under this version. With an
+        adapter, workers that do not have the same base model are sent complete weights. Returns figures by name.
         """
-        self._bases.release()
         if isinstance(weights, Snapshot):
             return self._offer(replace(weights, canary=canary))
+        with self._changed:  # the next version takes its memory
+            self._snapshot = None
+            self._bases.release()
         if not isinstance(weights, AdapterWeights):
-            return self._offer(pack(version, weights, canary, device=self._transport.device))
+            return self._offer(pack(version, weights, canary, take=self._buffers.take))
         self._merged.base = weights.base
         return self._offer(pack(version, weights.tensors, canary, weights.adapter))
 
@@ -432,8 +427,9 @@ class WeightPublisher:
     def _manifest(
         self, channel: WeightChannel, snapshot: Snapshot, checksums: dict[str, str], delta_to: DeltaBase | None
     ) -> ChannelManifest:
-        described = (snapshot.version, snapshot.parts, self.bucket_bytes, checksums, snapshot.canary, snapshot.adapter)
-        return ChannelManifest(channel.name, *described, delta_to, self._bases.may_follow(snapshot))
+        parts = as_sent(snapshot, bool(delta_to))
+        how = (snapshot.version, parts, self.bucket_bytes, checksums, snapshot.canary, snapshot.adapter)
+        return ChannelManifest(channel.name, *how, delta_to, self._bases.may_follow(snapshot))
 
     def _announce(self, channel: WeightChannel, manifest: ChannelManifest) -> None:
         """Send a manifest, and wait until the worker is ready for its weights."""
@@ -446,8 +442,6 @@ class WeightPublisher:
     def _transfer(self, channel: WeightChannel, link: Link, snapshot: Snapshot, workers: int) -> None:
         expected, delta_to = expected_in_server(channel, snapshot), delta_base_for(channel, snapshot)
         manifest = self._manifest(channel, snapshot, expected, delta_to)
-        if delta_to:
-            prepare_delta(snapshot)
         size = forwarded_bytes(snapshot.parts, self.bucket_bytes, workers)
         self._announce(channel, structs.replace(manifest, forwards=workers > 1, bucket_bytes=size))
         deadline, others = clock.now() + self.config.transfer_deadline_s, self._other_senders(channel)

@@ -46,8 +46,8 @@ from april.weights.channel import (
     DeltaBase,
     link_name,
 )
-from april.weights.part_transfer import DeltaRetry, KeptWeights, receive_delta, receive_whole
-from april.weights.snapshot import ReusedBuffers, SnapshotError, joint_digest
+from april.weights.part_transfer import DeltaRetry, KeptWeights, Packed, receive_delta, receive_whole, unpack_all
+from april.weights.snapshot import ReusedBuffers, SnapshotError, joint_checksum
 from april.weights.source import StagedWeights, WeightSource
 from april.weights.transports import Link, OtherMachine, Transport
 from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
@@ -213,7 +213,7 @@ class WeightReceiver(WeightSource):
                 manifest,
                 post,
                 manifest.canary,
-                joint_digest(manifest.parts),
+                joint_checksum(manifest.parts),
                 externally_loaded=externally_loaded,
             )
         )
@@ -429,26 +429,28 @@ class LearnerConnection:
         elif not base or base.name != manifest.delta_to:
             raise SnapshotError(f"a delta to {manifest.delta_to.version} is announced, which this worker does not keep")
         try:
-            tensors = self._receive_parts(links, manifest, base, started_at + self.receiver.config.transfer_deadline_s)
+            parts = self._receive_parts(links, manifest, base, started_at + self.receiver.config.transfer_deadline_s)
         except (RuntimeError, OSError) as error:
             if base:
                 self._retry.failed(base.name, error)
             raise
-        adapter = manifest.adapter
-        if self._retry.takes_next(bool(base)) and manifest.may_follow and self.receiver.config.delta != "off":
-            name = DeltaBase(manifest.version, joint_digest(manifest.parts))
-            self.receiver.kept = KeptWeights(name, dict(tensors))  # an engine may take tensors out of its own
+        keeps = self._retry.takes_next(bool(base))
+        del base
+        adapter, name = manifest.adapter, DeltaBase(manifest.version, joint_checksum(manifest.parts))
+        if keeps and manifest.may_follow and self.receiver.config.delta != "off":
+            self.receiver.kept, tensors = KeptWeights.lend(name, parts)
+        else:
+            tensors = unpack_all(parts)
         if adapter and not self.receiver.adapts():
             tensors, adapter = self._with_adapter(adapter, tensors), None
         staged = StagedWeights(
-            manifest.version, tensors, started_at, canary=manifest.canary, digest=joint_digest(manifest.parts),
-            adapter=adapter,
+            manifest.version, tensors, started_at, canary=manifest.canary, digest=name.digest, adapter=adapter,
         )  # fmt: skip
         self.receiver.stage(staged)
 
     def _receive_parts(
         self, links: Sequence[Link], manifest: ChannelManifest, base: KeptWeights | None, deadline: float
-    ) -> dict[str, Tensor]:
+    ) -> list[Packed]:
         """Receive all parts of a version at the same time, as deltas to `base` if given, and forward them if the
         manifest says so; signs of life are sent meanwhile. Raises RuntimeError or OSError once no link receives any
         more."""
@@ -467,10 +469,10 @@ class LearnerConnection:
             self._wait_alive(receiving)
         finally:
             self.chain.receives = False
-        return {name: tensor for received in receiving for name, tensor in received.result().items()}
+        return [received.result() for received in receiving]
 
     def _digest_kept(self, version: Version | None) -> str:
-        """Digest of `version` if the worker keeps it for deltas, otherwise ""."""
+        """Checksum of `version` if the worker keeps it for deltas, otherwise ""."""
         kept = self.receiver.kept
         return kept.name.digest if kept and kept.name.version == version else ""
 

@@ -52,9 +52,12 @@ class Link:
         """Receive the same buckets in place on the worker's side, by `deadline` (Unix time, seconds)."""
 
     def receive_each(self, buckets: "Iterable[Tensor]", deadline: float, received: "Received") -> None:
-        """As `receive`, and call `received` with each bucket that has arrived, while the others still do. For a
-        transport that `forwards`."""
-        raise NotImplementedError(f"{type(self).__name__} has no receive_each(buckets, deadline, received)")
+        """As `receive`, and call `received` with each bucket that has arrived; for a transport that `forwards`, while
+        the others still do."""
+        expected = list(buckets)
+        self.receive(expected, deadline)
+        for bucket in expected:
+            received(bucket)
 
     def close(self) -> None:
         """Free what this side of the link holds; the other side's transfers then fail. Called once, by the thread that

@@ -16,7 +16,7 @@ from april.weights import deltas
 from april.weights.deltas import apply_delta, delta_pieces, words
 from april.weights.folders import CHAIN_FILE, SnapshotFolders, name_of
 from april.weights.puller import SnapshotPuller
-from april.weights.snapshot import ReusedBuffers, SnapshotError, pack
+from april.weights.snapshot import ReusedBuffers, SnapshotError, pack, unpack
 from april.wire.message import Version
 from april.wire.training import WeightFolder
 from tests.support.harmed_files import CANARY, HARMS, PATIENCE_S
@@ -50,7 +50,7 @@ def test_an_applied_delta_is_the_whole_update_bit_by_bit(updates):
         data = torch.frombuffer(
             bytearray(b"".join(delta_pieces(pack(Version(0, 1), new).heads, new, base))), dtype=torch.uint8
         )
-        found = apply_delta(data, base, ReusedBuffers())
+        found = unpack(*apply_delta(data, base, ReusedBuffers()))
     finally:
         deltas.BLOCK_BYTES = block_bytes
     assert same(found, new) and same(base, held)

@@ -18,7 +18,7 @@ def pack(tag, *fields, arrays=(), session=0, sequence=0):
     """Frames of a message; arrays are (dtype, values)."""
     raw = [struct.pack(f"<{len(values)}{DTYPES[dtype]}", *values) for dtype, values in arrays]
     heads = [[dtype, len(values), zlib.crc32(data)] for (dtype, values), data in zip(arrays, raw, strict=True)]
-    header = HEADER.pack(b"AP", 15, 0, len(heads), session, sequence)
+    header = HEADER.pack(b"AP", 16, 0, len(heads), session, sequence)
     return [header, msgpack.packb([[tag, *fields], heads]), *([b"".join(raw)] if any(raw) else [])]
 
 
@@ -39,7 +39,7 @@ class Received:
         header, body, *frames = frames
         magic, protocol, _, count, self.session, self.sequence = HEADER.unpack(header)
         (self.tag, *self.fields), heads = msgpack.unpackb(body)
-        assert (magic, protocol, count) == (b"AP", 15, len(heads))
+        assert (magic, protocol, count) == (b"AP", 16, len(heads))
         self.connection = connection
         self.arrays = []
         raw, at = b"".join(frames), 0

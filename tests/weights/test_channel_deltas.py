@@ -13,6 +13,7 @@ import torch
 from april.config import WeightsSection
 from april.weights import part_transfer
 from april.weights.channel import Adapter
+from april.weights.deltas import delta_pieces
 from april.weights.part_transfer import DeltaBases, KeptWeights, PartDelta, prepare_delta
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
@@ -162,7 +163,7 @@ def test_a_worker_whose_base_is_not_what_it_says_refuses_the_delta_and_gets_all(
     deliver(0)
     worker.kept.tensors["w"][7] += 1.0
     deliver(1, 2)
-    assert "tensor w is not the learner's once its delta is applied" in caplog.text
+    assert "the weights are not the learner's once their delta is applied" in caplog.text
     worker.kept = KeptWeights(worker.kept.name, weights(0))
     deliver(3, 4, 5)
     assert "it and 2 versions after it come whole" in caplog.text
@@ -212,6 +213,23 @@ def test_an_engine_may_take_tensors_out_of_what_it_loads(learner, join):
 
 
 @collective
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_delta_is_applied_in_place_unless_somebody_still_uses_its_base(learner, join, holds):
+    learner.offer(0)
+    worker = join(learner)
+    staged = take(worker)
+    held = staged.tensors if holds else {}
+    worker.loaded(staged.version)
+    del staged
+    learner.await_held(0)
+    before = worker.kept.tensors["w"].data_ptr()
+    learner.offer(1)
+    loads(worker, 1)
+    assert (worker.kept.tensors["w"].data_ptr() == before) == (not holds)
+    assert_bits(held, weights(0) if holds else {})
+
+
+@collective
 @pytest.mark.parametrize("delta", ["off", "auto"])
 def test_a_learner_keeps_no_base_that_nobody_needs(learner, join, delta):
     """No version but the last is alive where no worker takes deltas, nor once a delta is computed."""
@@ -255,7 +273,7 @@ def test_merged_weights_are_not_kept(learner, join):
     """No delta follows them: the next version is an adapter again."""
     worker = join(learner)
     merged = pack(Version(0, 0), weights(0))
-    learner._snapshot_for = lambda channel, snapshot: merged
+    learner._merged.form_for = lambda *given, **how: merged
     learner._offer(replace(merged, adapter=Adapter("base", 1.0, "bfloat16")))
     loads(worker, 0)
     learner.await_held(0)
@@ -263,40 +281,43 @@ def test_merged_weights_are_not_kept(learner, join):
 
 
 @collective
+@pytest.mark.parametrize("checked", ["delta", "result"])
 @pytest.mark.parametrize("tampered", ["bytes", "another delta", "length", "other tensors"])
-def test_a_delta_that_was_changed_on_its_way_is_refused_and_all_are_sent(learner, join, monkeypatch, caplog, tampered):
-    """Also one that is whole in itself: links are not encrypted, so only the manifest is believed."""
+def test_a_delta_that_was_changed_on_its_way_is_refused_and_all_are_sent(
+    learner, join, monkeypatch, caplog, tampered, checked
+):
+    """Also one that is whole in itself: links are not encrypted, so only the manifest is believed. It has the SHA-256
+    of rank 0's delta, and of what comes out of those of other ranks."""
     learner.offer(0)
     worker = join(learner)
     loads(worker, 0)
     learner.await_held(0)
-    made, encoded = part_transfer.delta_pieces, PartDelta.encoded
+    encoded, new, described = PartDelta.encoded, weights(1), part_transfer.as_sent
 
-    def changed(heads, new, base):
-        if tampered == "another delta":
-            return made(heads, {**new, "w": new["w"] * 2}, base)
-        if tampered == "other tensors":
-            return made(heads[:1], new, base)
-        content = bytearray(b"".join(made(heads, new, base)))
-        content[-9] ^= tampered == "bytes"
-        return [content]
+    def changed(delta, part):
+        content = encoded(delta, part)
+        if tampered == "bytes":
+            content = content.clone()
+            content[-9] ^= 1
+        elif tampered == "length":
+            content = torch.cat([content, torch.zeros(2 * part.data.numel() + 2**20, dtype=torch.uint8)])
+        else:
+            heads = part.heads[:1] if tampered == "other tensors" else part.heads
+            pieces = delta_pieces(heads, {**new, "w": new["w"] * 2}, weights(0))
+            content = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
+        return content
 
-    def lengthened(delta, part):
-        return torch.cat([encoded(delta, part), torch.zeros(2 * part.data.numel() + 2**20, dtype=torch.uint8)])
-
-    monkeypatch.setattr(part_transfer, "delta_pieces", changed)
-    if tampered == "length":
-        monkeypatch.setattr(PartDelta, "encoded", lengthened)
+    monkeypatch.setattr(PartDelta, "encoded", changed)
+    if checked == "result":
+        monkeypatch.setattr("april.weights.publisher.as_sent", lambda snapshot, _: described(snapshot, False))
     learner.offer(1)
     loads(worker, 1)
     learner.await_held(1)
-    said = {
-        "bytes": "",
-        "another delta": "differ from those that were sent",
-        "length": "bytes is announced for",
-        "other tensors": "other tensors than were announced",
-    }
-    assert "channel to the learner failed" in caplog.text and said[tampered] in caplog.text
+    said = {"length": "bytes is announced for"}
+    if checked == "result":
+        said |= {"bytes": "", "other tensors": "other tensors than were announced"}
+    assert "channel to the learner failed" in caplog.text
+    assert said.get(tampered, "differ from those that were sent") in caplog.text
     assert learner.forms == [(0, None), (1, None)]
 
 

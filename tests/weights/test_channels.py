@@ -347,7 +347,7 @@ def test_the_canary_comes_with_its_version_and_the_learner_counts_engines_with_w
     receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
     receiver.connect(publisher.address)
     staged = take(receiver)
-    assert staged.canary == canary and staged.digest == publisher._snapshot.digest
+    assert staged.canary == canary and staged.digest == publisher._snapshot.checksum
     receiver.refuse("these are others", wrong=True)
     wait_until(lambda: not publisher._channels)
     assert publisher.publish(Version(0, 1), weights(1))["publish_wrong"] == 1

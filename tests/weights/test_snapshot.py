@@ -13,11 +13,13 @@ from april.weights.channel import TensorHead
 from april.weights.snapshot import (
     DIGEST_BLOCK_BYTES,
     SPARE_BYTES,
+    ArrivingDigest,
     ReusedBuffers,
     SnapshotError,
     buckets,
     digest,
     joined,
+    on_threads,
     pack,
     server_buckets,
     unpack,
@@ -51,17 +53,27 @@ def test_a_packed_version_does_not_change_with_the_weights_it_was_packed_from():
 
 def test_damaged_weights_are_refused():
     snapshot = pack(Version(0, 0), TENSORS)
+    announced = snapshot.digest
     snapshot.data[5] += 1
     with pytest.raises(SnapshotError, match="differ"):
-        verify(snapshot.data, snapshot.digest)
+        verify(snapshot.data, announced)
     snapshot.data[5] -= 1
-    verify(snapshot.data, snapshot.digest)
+    verify(snapshot.data, announced)
 
 
 def test_blocks_that_change_places_change_the_digest():
     data = torch.arange(3 * DIGEST_BLOCK_BYTES // 8).view(torch.uint8)
     first, *others = data.split(DIGEST_BLOCK_BYTES)
     assert len({digest(data), digest(torch.cat([*others, first])), digest(first), digest(first[:0])}) == 4
+
+
+def test_the_digest_of_what_arrives_in_buckets_is_that_of_the_whole():
+    data = torch.arange(3 * DIGEST_BLOCK_BYTES // 8 + 1).view(torch.uint8)
+    with on_threads() as submit:
+        arriving = ArrivingDigest(data, submit)
+        for bucket in data.split(2**20 + 1):
+            arriving.add(bucket)
+        assert arriving.result() == digest(data)
 
 
 def test_a_dtype_that_weights_cannot_have_is_refused():
@@ -166,6 +178,7 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is(runtime):
     assert ReusedBuffers().take(5).fill_(1).sum() == 5
 
 
-def test_memory_is_not_kept_where_there_is_no_accelerator():
-    taken = ReusedBuffers()
+def test_memory_is_kept_where_there_is_no_accelerator_only_if_it_is_to_stay():
+    taken, staying = ReusedBuffers(), ReusedBuffers(stay=True)
     assert taken.take(5).shape == taken.take(5).shape == (5,) and not taken._buffers
+    assert len({staying.take(5).data_ptr() for _ in range(3)}) == 1
