@@ -3,7 +3,7 @@
 It is a token sequence: samples of the first batch that was trained, followed by tokens that are the same in every run
 of a model. The learner publishes its log-probabilities with every version; an engine with the same weights computes
 nearly the same ones, and an engine with wrong weights is detected before it samples
-(`april/workers/engines/weight_intake.py`). Imports no torch at module level, since every process checks the
+(`april/workers/engines/weight_loading.py`). Imports no torch at module level, since every process checks the
 configuration, which imports the transports.
 """
 
