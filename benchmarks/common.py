@@ -95,7 +95,7 @@ def quickstart_policy(folder: Path, quick: bool) -> Path:
     from april.launch.sft.warm_start import Recipe, make_policy
 
     if quick:
-        return make_policy(folder / "policy", recipe=Recipe(easy=16, clean=16, noisy=16))
+        return make_policy(folder / "policy", recipe=Recipe(easy=16, clean=16, noisy=32))
     return make_policy(ROOT / "cache/policy", log=lambda line: print(line, file=sys.stderr)).absolute()
 
 

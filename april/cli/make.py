@@ -12,7 +12,7 @@ from april.cli.command import command, option
     option("--seed", type=int, default=0, help="Seed of the weights and of the demonstrations [default: 0]."),
 )
 def make_policy(out: Path, seed: int) -> int:
-    """Make the quickstart's policy with `april sft` (about three minutes; nothing if it is there already)."""
+    """Make the quickstart's policy with `april sft` (about a minute; nothing if it is there already)."""
     from april.launch.sft.warm_start import make_policy
 
     make_policy(out, seed)

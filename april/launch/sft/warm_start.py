@@ -34,20 +34,20 @@ class Recipe:
 
     hidden_size: int = 128
     layers: int = 3
-    easy: int = 1200
+    easy: int = 800
     """Demonstrations of easy tasks, whose multiplier K (`ArithmeticTask.times`) is 2, 3 or 4."""
-    clean: int = 8000
+    clean: int = 3200
     """Error-free demonstrations of tasks of every multiplier K."""
-    noisy: int = 2400
+    noisy: int = 1600
     """Demonstrations with errors of tasks of every multiplier K."""
-    revision: int = 3
+    revision: int = 4
     """Revision of the warm start's code, increased whenever the same recipe gives another policy."""
 
 
 def make_policy(
     out_dir: str | Path, seed: int = 0, recipe: Recipe | None = None, log: Callable[[str], None] = print
 ) -> Path:
-    """Return the folder of the policy; creates it if it does not exist, in about three minutes on a core.
+    """Return the folder of the policy; creates it if it does not exist, in about a minute on a core.
 
     The seed determines initial weights and demonstrations. `out_dir` appears only once it is complete. Raises
     ConfigError if `out_dir` holds something else, or if the training fails.
