@@ -6,7 +6,7 @@ last place. `update_s_E` is the time from the call that publishes a version unti
 `delta_update_s_E` the same with `weights.delta` = "auto", `chain_update_s_E` with all engines in one chain
 (`weights.channel_size`). `raw_s_E` is that of a broadcast of as many bytes to as many
 processes in one group, in buckets of the same size. `broadcast_ratio_E` is `raw_s_E` over `update_s_E`,
-`delta_update_ratio_E` is `update_s_E` over `delta_update_s_E`.
+`chain_broadcast_ratio_E` over `chain_update_s_E`; `delta_update_ratio_E` is `update_s_E` over `delta_update_s_E`.
 
 `publish_hidden_share` is the share of a publication that goes on while the learner computes, if its steps take twice as
 long as a publication.
@@ -54,6 +54,7 @@ def main() -> None:
     rows = [Row(name, values, "s") for name, values in measured.items() if "_s_" in name]
     least, most = given.engines[0], given.engines[-1]
     pairs = [(f"broadcast_ratio_{n}", f"raw_s_{n}", f"update_s_{n}") for n in given.engines]
+    pairs += [(f"chain_broadcast_ratio_{n}", f"raw_s_{n}", f"chain_update_s_{n}") for n in given.engines]
     pairs += [(f"delta_update_ratio_{n}", f"update_s_{n}", f"delta_update_s_{n}") for n in given.engines]
     pairs += [
         (f"{kind}update_s_{most}_over_{least}", f"{kind}update_s_{most}", f"{kind}update_s_{least}")
