@@ -15,7 +15,7 @@ def from_parts(trainer) -> dict[str, torch.Tensor] | None:
     if tensors is None:
         return None
     part = gather_part(Version(0, 0), tensors)
-    sent = all_gather_values((part.part, part.data.numpy().tobytes()), tuple[WeightPart, bytes])
+    sent = all_gather_values((part.hashed_part, part.data.numpy().tobytes()), tuple[WeightPart, bytes])
     found = {}
     for other, data in sent:
         verify(received := torch.frombuffer(bytearray(data), dtype=torch.uint8), other.digest)
