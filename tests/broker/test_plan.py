@@ -21,12 +21,12 @@ def test_a_short_enough_tail_leaves_the_full_throughput():
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        ({"kind": "continuous", "in_flight": 384}, ["384 samples", "4 x mean", "40% at 10 x mean"]),
-        ({"kind": "continuous"}, ["256 samples", "6 x mean", "60% at 10 x mean"]),
-        ({"over_sampling_batch_size": 64}, ["512 samples", "the bound", "3 x mean", "30% at"]),
-        ({"over_sampling_batch_size": 64, "overlap": True}, ["2.5 x mean", "25% at"]),
-        ({"kind": "sync"}, ["256 samples", "waiting for the longest", "1 x mean", "10% at"]),
-        ({"over_sampling_batch_size": 8}, ["64 samples", "waiting for the longest", "1 x mean", "10% at"]),
+        ({"kind": "continuous", "in_flight": 384}, ["384 samples", "at most 4 times the mean", "at 10 times 40%"]),
+        ({"kind": "continuous"}, ["256 samples", "at most 6 times", "at 10 times 60%"]),
+        ({"over_sampling_batch_size": 64}, ["512 samples", "the bound", "at most 3 times", "30% of it"]),
+        ({"over_sampling_batch_size": 64, "overlap": True}, ["at most 2.5 times", "25% of it"]),
+        ({"kind": "sync"}, ["256 samples", "waiting for the longest", "at most 1 times", "10% of it"]),
+        ({"over_sampling_batch_size": 8}, ["64 samples", "waiting for the longest", "at most 1 times", "10% of it"]),
         ({"over_sampling_batch_size": 64, "partial_rollout": False}, ["512 samples", "discarded"]),
     ],
 )
