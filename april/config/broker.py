@@ -27,8 +27,8 @@ class BrokerSection(Section):
     renew_s: float = Field(
         15.0,
         gt=0,
-        description="Interval at which workers renew their leases; below lease_s (seconds). Each renewal lists all "
-        "leases of a worker.",
+        description="Interval at which workers renew their leases; below lease_s (seconds). A low value sends more, as "
+        "each renewal lists all leases of a worker; near lease_s a single late renewal loses them.",
     )
     session_timeout_s: float = Field(
         10.0,
@@ -88,7 +88,7 @@ class BrokerSection(Section):
         5,
         ge=0,
         description="Restarts of the broker in a row without a new policy step, after which the run fails. A low "
-        "value ends the run at a fault that would have passed.",
+        "value ends the run at a fault that would have passed, a high one spends long on one that will not.",
     )
     hung_s: float = Field(
         120.0,

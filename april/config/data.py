@@ -124,7 +124,11 @@ class PromptsSection(HubSection):
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a dataset on a hub. Unset: main.")
     commit: Commit | None = Field(None, description="Commit that the revision was resolved to, set at a run's start.")
-    configuration: str | None = Field(None, description="Configuration of the dataset. Unset: the only or default one.")
+    configuration: str | None = Field(
+        None,
+        description="Configuration of the dataset at path, as its README.md names them, or a folder in it. Unset: the "
+        "only or default one.",
+    )
     split: str | None = Field(
         None,
         description="Split of the dataset. Unset: of a hub's dataset the split train (test for evaluation) or the "

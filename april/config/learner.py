@@ -185,7 +185,7 @@ class LearnerSection(Section):
         5,
         ge=0,
         description="Restarts of the learner in a row without a new policy step, after which the run fails. A low "
-        "value ends the run at a fault that would have passed.",
+        "value ends the run at a fault that would have passed, a high one spends long on one that will not.",
     )
     pace_token_s: float = Field(
         0.0,

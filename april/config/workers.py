@@ -56,8 +56,8 @@ class WorkerSection(Section):
     max_restarts: int = Field(
         3,
         ge=0,
-        description="Restarts of a worker in a row in which it delivers nothing, after which it is given up. A low "
-        "value gives up at a fault that would have passed.",
+        description="Restarts of a worker in a row in which it delivers nothing, after which the run fails. A low "
+        "value ends the run at a fault that would have passed, a high one spends long on one that will not.",
     )
     threads: int = Field(1, ge=1, description="CPU threads of an engine. Other parts do not have these cores.")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -125,8 +125,8 @@ class EngineSection(Section):
     max_restarts: int = Field(
         3,
         ge=0,
-        description="Restarts of a server in a row in which it finishes nothing, after which it is given up. A low "
-        "value gives up at a fault that would have passed.",
+        description="Restarts of a server in a row in which it finishes nothing, after which its worker ends. A low "
+        "value ends the worker at a fault that would have passed, a high one spends long on one that will not.",
     )
     stream_tokens: int = Field(
         32,
@@ -194,8 +194,8 @@ class ScorerSection(Section):
     max_restarts: int = Field(
         3,
         ge=0,
-        description="Restarts of a scorer in a row in which it delivers nothing, after which it is given up. A low "
-        "value gives up at a fault that would have passed.",
+        description="Restarts of a scorer in a row in which it delivers nothing, after which the run fails. A low "
+        "value ends the run at a fault that would have passed, a high one spends long on one that will not.",
     )
     hung_s: float = Field(
         600.0,
@@ -399,8 +399,8 @@ class AgentSection(Section):
     max_restarts: int = Field(
         3,
         ge=0,
-        description="Restarts of an agents process in a row in which it delivers nothing, after which it is given up. "
-        "A low value gives up at a fault that would have passed.",
+        description="Restarts of an agents process in a row in which it delivers nothing, after which the run fails. "
+        "A low value ends the run at a fault that would have passed, a high one spends long on one that will not.",
     )
     hung_s: float = Field(
         600.0,

@@ -248,6 +248,8 @@ class MetadataUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return member_of
         if (module, name) in self.others:
             return super().find_class(module, name)
         if module in (*self.modules, torch.__name__) and "." not in name:
@@ -256,6 +258,14 @@ class MetadataUnpickler(pickle.Unpickler):
             if isinstance(found, torch.dtype) or (is_form and module in self.modules):
                 return found
         raise pickle.UnpicklingError(f"it wants {module}.{name}, which no checkpoint has")
+
+
+def member_of(form: Any, name: str) -> Enum:
+    """The member of an enum, which Python 3.11.0 to 3.11.3 pickle as `getattr(form, name)`. Raises UnpicklingError for
+    an attribute of anything else."""
+    if not (isinstance(form, type) and issubclass(form, Enum) and name in form.__members__):
+        raise pickle.UnpicklingError(f"it wants {name!r} of {form!r}, which is no enum's")
+    return form[name]
 
 
 def files_of_state(source: Path, state: dict[str, Tensor]) -> set[str]:

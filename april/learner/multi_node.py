@@ -101,7 +101,8 @@ class BrokerTalk(threading.Thread):
 
     @property
     def is_newer(self) -> bool:
-        """Whether a newer start was announced, so that all machines restart their ranks."""
+        """Whether the broker has announced a newer start of the learner than the one this machine has joined: its ranks
+        then restart."""
         return self.told.start > self.joined
 
 

@@ -1,13 +1,16 @@
 """A checkpoint resumes bitwise, is complete or absent, and the exported policy is an ordinary model."""
 
 import errno
+import io
 import os
+import pickle
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM
 
 from april.learner import checkpoint, store
@@ -233,3 +236,24 @@ def test_the_export_loads_in_transformers_with_the_same_logits(trainer, policy_f
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(os.listdir(folder))
     assert (folder / "config.json").read_text() == (policy_folder / "config.json").read_text()
     assert os.listdir(trainer.directory) == ["policy"]
+
+
+class ByGetattr:
+    """Pickled as `getattr(form, name)`, as Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+
+    def __init__(self, form, name):
+        self.form, self.name = form, name
+
+    def __reduce__(self):
+        return getattr, (self.form, self.name)
+
+
+def test_a_checkpoint_s_enums_are_read_as_any_python_writes_them_and_no_attribute_of_anything_else():
+    def read(written):
+        return checkpoint.MetadataUnpickler(io.BytesIO(pickle.dumps(written))).load()
+
+    for member in _MEM_FORMAT_ENCODING:
+        assert read(ByGetattr(_MEM_FORMAT_ENCODING, member.name)) is read(member) is member
+    for form, name in ((_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro"), (Metadata, "__init__")):
+        with pytest.raises(pickle.UnpicklingError, match="which is no enum's"):
+            read(ByGetattr(form, name))

@@ -176,7 +176,8 @@ class Pass:
     """A pass of a causal LM over all sequences, with what went into and came out of each of its modules."""
 
     def __init__(self, lm: nn.Module, compute: Callable[[], Tensor], factors: Tensor | None = None):
-        """`compute` gives log-probabilities [K]; with `factors` [K], gradients are those of their sum with these."""
+        """`compute` passes sequences through `lm` and returns log-probabilities [K]; with `factors` [K], `gradients`
+        are those of the log-probabilities' sum weighted by them."""
         self.lm, self.inputs, self.outputs = lm, dict[str, list[Tensor]](), dict[str, list[Tensor]]()
         lm.zero_grad()
         with self.recorded():

@@ -39,7 +39,7 @@ class TokenizedObservation:
 
 
 class EnvironmentTurns:
-    """Detects ended turns, and runs the environment's processes."""
+    """Finds where a turn of the policy ends, and has processes of the environment answer it."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         """Starts the environment's processes. Raises ConfigError."""

@@ -100,8 +100,9 @@ def plan_of(source: str, prompt: Any = None, entry_point: str = "", owner: str =
 
 
 def usable_prompt(prompt: Any, entry_point: str, owner: str = "") -> str:
-    """A prompt if it is Python that defines the entry point, as HumanEval's, or the helpers of a method's tests; empty
-    otherwise."""
+    """`prompt` itself if it is Python of definitions, imports and assignments alone that defines `entry_point`, as
+    HumanEval's do; empty otherwise. `owner`: the class of which `entry_point` is a method, so that the prompt need not
+    define it."""
     try:
         body = ast.parse(prompt).body if isinstance(prompt, str) else []
     except (SyntaxError, ValueError):

@@ -83,8 +83,9 @@ LETTER = r"(?:\W*?([A-Z])\b(?!')(?!(?<=I)\s+[a-z])|\W*?\b([a-z])(?=\s*\W*(?:\n|$
 one that ends its line or clause."""
 NOUN = r"(?i:choice|option|selection|letter|pick)"
 SURELY = (
-    r"(?:\s+(?:then|thus|therefore|hence|(?:most\s+)?likely|probably|definitely|clearly|obviously|certainly|indeed))*+"
+    r"(?:\s+(?:then|thus|therefore|hence|(?:most\s+)?likely|probably|definitely|clearly|obviously|certainly|indeed))*"
 )
+"""Regular expression for adverbs before or behind "be". Not possessive: Python before 3.11.5 then misses matches."""
 MODAL = (
     r"(?:must|should|ought\s+to|may|might|will|would(?:\s+have\s+to)?|(?:has|had|have)\s+(?:got\s+)?to|"
     rf"(?:can|could)\s+only|(?:seems?|appears?)\s+to){SURELY}\s+be{SURELY}"
