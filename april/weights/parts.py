@@ -44,6 +44,7 @@ ALL = 0
 MAX_UNREACHED = 3
 """Number of channels that workers join over rank 0's link alone, before any has joined over all links, after which the
 learner ends."""
+OVER = "the other ranks of the learner take no more commands"
 PIECE_BYTES = 16 << 20
 """Size of the messages in which a part goes from one rank to another."""
 END_S = 30.0
@@ -136,6 +137,9 @@ class PartCommands:
         """Number of channels that a worker has joined over rank 0's link, and not over those of the other ranks."""
         self._outbox: queue.SimpleQueue[tuple[AnyCommand, Future[Any] | None, Callable[[], Any]]] = queue.SimpleQueue()
         """Commands, each with the future of what `exchange` returns; None: nothing follows the command."""
+        self._closing = threading.Lock()
+        self._is_over = False
+        """Whether no more commands are sent."""
         self._thread = PartThread("weights-commands", self._run)
         self._thread.start()
 
@@ -149,9 +153,12 @@ class PartCommands:
 
     def ask(self, command: AnyCommand, exchange: Callable[[], Answer]) -> Answer:
         """Give a command, and return the result of `exchange`, which the thread calls then: it receives what the other
-        ranks send."""
+        ranks send. Raises RuntimeError if a rank is gone, or nothing is published any more."""
         answer: Future[Answer] = Future()
-        self._outbox.put((command, answer, exchange))
+        with self._closing:
+            if self._is_over:
+                raise RuntimeError(OVER)
+            self._outbox.put((command, answer, exchange))
         return answer.result()
 
     def collect(self, part: Snapshot) -> Snapshot:
@@ -212,6 +219,13 @@ class PartCommands:
             log.error("the other ranks cannot be told to send weights: %s", error)
             if answer and not answer.done():
                 answer.set_exception(error)
+        finally:
+            with self._closing:
+                self._is_over = True
+            while not self._outbox.empty():
+                _, unanswered, _ = self._outbox.get()
+                if unanswered:
+                    unanswered.set_exception(RuntimeError(OVER))
 
 
 def received_parts(part: Snapshot, group: dist.ProcessGroup) -> Snapshot:

@@ -4,7 +4,9 @@ workers, real kills."""
 import json
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from subprocess import PIPE
 
 import pytest
@@ -16,6 +18,7 @@ from april.learner.weight_parts import divide
 from april.util import clock
 from april.weights.base import BaseWeights
 from april.weights.channel import WORKER, TensorHead, connect_to_store, join, link_name
+from april.weights.parts import GivePart, PartCommands, WithdrawPart
 from april.weights.publisher import SILENCE_S
 from april.weights.receiver import WeightReceiver
 from april.weights.snapshot import byte_size, server_buckets
@@ -312,3 +315,27 @@ def test_tensors_are_divided_evenly_and_what_a_server_concatenates_stays_togethe
     by_name = dict(zip((head.name for head in heads), owners, strict=True))
     for layer in range(8):
         assert len({by_name[f"layers.{layer}.self_attn.{module}_proj.weight"] for module in "qkv"}) == 1
+
+
+@pytest.mark.parametrize("ends_by", ["a lost rank", "the end"])
+def test_nobody_waits_for_ranks_that_take_no_more_commands(monkeypatch, ends_by):
+    lost = threading.Event()
+
+    def broadcast(*arguments):
+        if ends_by == "a lost rank":
+            assert lost.wait(PATIENCE_S)
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("torch.distributed.broadcast", broadcast)
+    commands = PartCommands(group=None)
+    commands.tell(WithdrawPart())
+    with ThreadPoolExecutor() as channels:
+        if ends_by == "the end":
+            commands.close()
+        asked = [channels.submit(commands.ask, GivePart(), lambda: "a part") for _ in range(2)]
+        lost.set()
+        for each in asked:
+            with pytest.raises(RuntimeError):
+                each.result(PATIENCE_S)
+    with pytest.raises(RuntimeError, match="take no more commands"):
+        commands.ask(GivePart(), lambda: "a part")
