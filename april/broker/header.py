@@ -102,8 +102,8 @@ SCORING_KEYS = ("name", "overlong_buffer_tokens", "overlong_penalty", "format_pa
 
 
 def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
-    """Fingerprints of the contents that configuration keys refer to, by key, and commits of those from a hub. That of
-    the weights is missing if they are not on this machine."""
+    """Fingerprints of the contents that configuration keys refer to (files, prompts, settings of scoring), and commits
+    of repositories from a hub, by key. The weights' fingerprint is missing if they are not on this machine."""
     found = model_fingerprints(config, prompts.tokenizer) | {
         "agent.chat_template": fingerprint_of_json(config.agent.chat_template),
         "data.eval_path (prompts)": NO_FINGERPRINT,
@@ -123,8 +123,8 @@ def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
 
 
 def model_fingerprints(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
-    """Fingerprints of the start model's configuration, tokeniser, chat template and weights, and the options of the
-    template, by key. That of the weights is missing if they are not on this machine."""
+    """Fingerprints of the start model's configuration, tokeniser, chat template and weights, and the template's options
+    as text, by key. The weights' fingerprint is missing if they are not on this machine."""
     folder, ends = config.model.path, sorted(tokenizer.eos_token_ids)
     tokenizer_bytes = [(folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()]
     found = {

@@ -17,7 +17,7 @@ from april.data.rows import BadRow, RowImage
 
 THREADS = min(4, os.cpu_count() or 1)
 PROMPTS_AHEAD = 64
-"""Number of prompts behind the cursor whose images are prepared before they are drawn."""
+"""Number of prompts after the prompt cursor whose images are prepared before the prompts are drawn."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class ImagePreparation:
         self._prepared: dict[str, Future[KnownImage]] = {}
         """Results by the sha256 of the image's source."""
         self._upcoming = deque[frozenset[str]](maxlen=2 * PROMPTS_AHEAD)
-        """Sources of the images of each of the last prompts that were begun; those may not have been drawn yet."""
+        """Image sources of each of the newest prompts given to `begin`, which may not have been drawn yet."""
         self._lasting: set[str] = set()
-        """Sources of the images that are shown again and again."""
+        """Sources of the images whose files are never removed."""
         self._names: dict[str, str] = {}
-        """Name by source, of all images that were prepared; known before the file is."""
+        """Image name by source, for all images prepared so far; entered before the file is on disk."""
 
     def begin(self, rows: Dataset, images: Iterable[RowImage], lasting: bool = False) -> None:
-        """Have the images of a prompt prepared, unless their files are there. `lasting`: their files are never removed,
-        as those of held-out prompts, which are shown again and again."""
+        """Start preparing the images of a prompt, unless their files exist. `lasting`: never remove the files, as for
+        held-out prompts, which are used in every evaluation."""
         images = list(images)
         sources = frozenset(image.source for image in images)
         if lasting:
@@ -75,7 +75,7 @@ class ImagePreparation:
         return (self._result(image, known) if known else self.wait_for(rows, image)).tokens
 
     def names(self) -> Iterator[str]:
-        """Names of the images that are shown again and again, and of those of prompts that may be drawn soon."""
+        """Names of the images whose files must stay: the lasting ones, and those of prompts that may be drawn soon."""
         for source in self._lasting.union(*list(self._upcoming)):
             if source in self._names:
                 yield self._names[source]

@@ -45,7 +45,8 @@ class ImageStore:
         self.folder = run_dir / FOLDER
         self.reclaim_is_due = True
         self._unnamed: tuple[set[str], int] = set(), 0
-        """Names that no state of the ledger needed at the journal position that goes with them."""
+        """(names, journal position): images that the ledger's state at that position did not need. They are removed
+        once the journal is on disk up to it."""
         self._kept = {path.stem for path in self.folder.glob(f"*{SUFFIX}")}
         self._changing = threading.Lock()
         """Held while files are written or removed."""
@@ -102,9 +103,9 @@ class ImageStore:
         self._pinned |= self._kept
 
     def reclaim(self, named: Callable[[], Iterable[str]], position: int, synced: int, now: float) -> None:
-        """Remove the files that nothing names, if that is due, in two calls: what the state at the journal's end
-        `position` does not name is removed once the journal is on disk up to there (`synced`). `named`: the names that
-        the broker may still be asked for. `now`: seconds on any clock."""
+        """Remove unneeded files, if that is due, in two steps: one call notes the images that the state at the
+        journal's end `position` does not name; a later call removes them once `synced` has reached that position.
+        `named`: the names that the broker may still be asked for. `now`: seconds on any clock."""
         if now >= self._period_ends:
             self.reclaim_is_due |= bool(self._pinned_before)
             self._pinned, self._pinned_before, self._period_ends = set(), self._pinned, now + PIN_S

@@ -18,8 +18,8 @@ from april.wire.sockets import base
 
 INBOX_BYTES = 64 << 20
 INBOX_MESSAGES = 2048
-"""Most bytes and most messages in the inbox; further messages stay in their connections, which slows their senders
-down."""
+"""The inbox holds at most INBOX_BYTES in INBOX_MESSAGES messages; further messages stay in their connections, which
+slows their senders down."""
 INBOX_FRAMES = 1 + limits.FROM_PEER.frames + 1
 """Most frames kept of a message, route included: one more than permitted, so that a message with too many is still
 rejected."""

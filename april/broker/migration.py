@@ -131,8 +131,8 @@ class Migration:
     """Lease ids of moved samples that have no new tokens yet."""
     prefill_s: float = 0.0
     prefill_tokens: float = 0.0
-    """Seconds spent on recomputing contexts after moves, and tokens recomputed: sums in which older moves weigh
-    less."""
+    """Tokens whose KV cache was recomputed after moves; `prefill_s` is the seconds that took. In both sums older moves
+    weigh less."""
 
     # --- observations -------------------------------------------------------------------------------------------
 

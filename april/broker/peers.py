@@ -18,9 +18,9 @@ HOLDERS = ("worker", "scorer", "agents")
 RESERVED_FOR = (("learner", "node"), ("monitor",))
 """Groups of roles, each of which has sessions reserved for it."""
 RESERVED_SHARE = 16
-"""All sessions divided by this are reserved for each group of `RESERVED_FOR`."""
+"""One in this many sessions is reserved for each group of `RESERVED_FOR`."""
 SESSION_BITS = 32
-"""Low bits of a session id; those above are the number of the broker's start."""
+"""Number of low bits of a session id that count sessions; the higher bits are the number of the broker's start."""
 SPEED_WINDOW_S = 5.0
 """Window over which a worker's tokens per second are measured."""
 
@@ -232,8 +232,9 @@ class Peers:
         return peer
 
     def limit_reached(self, hello: wire.Hello, key_owner: KeyOwner | None, most: int, most_by_key: int) -> str:
-        """The key of the configuration that leaves no session for another process with that key, or without CURVE in
-        that role; "" if there is one. What is reserved for other roles is left to them."""
+        """Name of the configuration key whose limit forbids the process of `hello` a session; "" if it may have one.
+        `most`: limit on all sessions, some of which are reserved for roles; `most_by_key`: limit per CURVE key, or per
+        role without CURVE."""
         if any((peer.role, peer.uid) == (hello.role, hello.uid) for peer in self.by_id.values()):
             return ""
         alike = Counter((peer.key or peer.role) for peer in self.by_id.values())

@@ -63,7 +63,7 @@ class PromptBook:
         self.untokenisable: set[int] = set()
         """Drawn row numbers that were skipped because the chat template rejects them."""
         self._last_refusal = ""
-        """Why the chat template rejected the last of these rows."""
+        """Why the chat template rejected the last of the `untokenisable` rows."""
         self._config, self.seed = config, config.seed
         self._budgets = [response_budget(config, source) for source in range(max(1, len(data.prompt_sources)))]
         """Longest responses by source (tokens)."""
@@ -71,17 +71,18 @@ class PromptBook:
         """Names of the sources' teachers."""
         shown = [bool(algorithm_of(config, source).divergence) for source in range(len(self._teachers))]
         self._hints = [config.algorithm.hint if is_shown else "" for is_shown in shown]
-        """The text with the hint, by source; "" where the policy does not teach itself."""
+        """Prompt template with the hint (`algorithm.hint`), by source; "" for sources without self-distillation."""
         self.encoded = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
         """Token ids of a row by its number, or None if it cannot be drawn; cached for the next epoch."""
         self.lost_hints: set[tuple[int, int]] = set()
-        """(epoch, position) of the drawn prompts with a sample that is trained without its hint, which left no room."""
+        """(epoch, position) of drawn prompts with samples trained without the hint, which left no room in the
+        context."""
         self._prepared_until = 0, 0
-        """(epoch, position) of the first prompt whose images are not prepared ahead of its drawing."""
+        """(epoch, position) of the first prompt whose images are not yet being prepared ahead of its draw."""
         self._drawn = lru_cache(maxsize=16)(self._draw)
         """Cached form of `_draw`, as a schedule may look at a prompt several times before it opens the group."""
         self._draws = draws_of(config.schedule, self)
-        """Chooses the next prompt; None where they are drawn in order."""
+        """Order in which `schedule.sampler` draws prompts; None if they are drawn in the seeded order of each epoch."""
         self.held_out: dict[int, HeldOut] = {}
         """Evaluation sets by number, in order."""
         try:
@@ -138,8 +139,8 @@ class PromptBook:
         )
 
     def _prepare_ahead(self, epoch: int, position: int) -> None:
-        """Begin to prepare the images of the prompt at (epoch, position), and in order those of the prompts behind it
-        that are drawn soon."""
+        """Begin to prepare the images of the prompt at (epoch, position), and those of the prompts after it that will
+        be drawn soon."""
         if not self.rows.with_images:
             return
         order, (begun_epoch, begun) = self._order(epoch), self._prepared_until
@@ -152,8 +153,8 @@ class PromptBook:
         self._prepared_until = max(self._prepared_until, (epoch, end))
 
     def bind(self, ledger: Ledger, read: ReadBack) -> None:
-        """Let the sampler choose the prompts that the ledger draws. With submitted prompts: give access to them, as the
-        ledger has their journal references, and `read` reads them."""
+        """Connect the prompts with the ledger, in which a sampler's order is set if the run has one. Submitted prompts
+        are read by `read` from the journal references that the ledger has."""
         if self._draws:
             ledger.prompt_order = self._draws
 
@@ -194,7 +195,8 @@ class PromptBook:
         return int(self._order(epoch)[position])
 
     def remaining(self, cursor: tuple[int, int]) -> int | None:
-        """Number of prompts from the cursor on, with those that will be skipped; None if there is no end of them."""
+        """Number of prompts from the cursor to the end of the last epoch, including rows that will be skipped; None if
+        the number of epochs is unlimited."""
         if self._config.data.epochs is None:
             return None
         epoch, position = cursor
@@ -229,9 +231,10 @@ class PromptBook:
         return tokens
 
     def hinted(self, epoch: int, position: int, feedback: str = "", response_tokens: int = 0) -> bytes:
-        """Token ids, int32, of the prompt under which the policy teaches itself: on a sample with the `feedback` on its
-        `response_tokens`, or on all samples of a group. Empty without `algorithm.hint`, for a source whose algorithm
-        has no divergence, for a hint with feedback where there is none, and for one that leaves no room."""
+        """Token ids, int32, of the prompt with its hint, under which the policy is its own teacher (self-distillation):
+        with `feedback` for one sample, of `response_tokens` tokens; without it for all samples of a group. Empty
+        without self-distillation, if the hint takes feedback and there is none or the reverse, or if it leaves no
+        room."""
         if bool(feedback) != shows_feedback(self._config.algorithm):
             return b""
         try:
@@ -244,9 +247,9 @@ class PromptBook:
             return b""
 
     def encode_hinted(self, row: DatasetRow, source: int, feedback: str = "", response_tokens: int = 0) -> bytes:
-        """Token ids, int32, of a row's prompt with its hint. `source`: number of the row's source; `response_tokens`:
-        length of the response, 0 if it is yet to be generated. Raises BadRow, also for a prompt that leaves no room for
-        the response in the context."""
+        """Token ids, int32, of a row's prompt with its hint; empty for a source without self-distillation. `source`:
+        number of the row's source; `response_tokens`: length of the response, 0 if it is yet to be generated. Raises
+        BadRow, also for a prompt that leaves no room for the response in the context."""
         config, hint = self._config, self._hints[source]
         if not hint:
             return b""
@@ -294,7 +297,8 @@ class PromptBook:
 
     @cached_property
     def preparation(self) -> ImagePreparation:
-        """The preparation of the images of rows. Raises ConfigError for a policy that takes none."""
+        """The threads that prepare images of dataset rows, created at first use. Raises ConfigError if the policy takes
+        no images."""
         rule = self.tokenizer.image_rule
         if rule is None:
             refuse(

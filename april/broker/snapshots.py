@@ -172,9 +172,9 @@ class Snapshots:
         return self._failures_in_a_row >= TRIES and self._helper is None
 
     def follow(self, position: int, release_files: ReleaseFiles, now: float) -> None:
-        """Start a process that makes a snapshot at `position`, where the newest journal file begins, unless it exists,
-        or look how that process does. Called in each pass of the broker's loop; never waits. `release_files` gets the
-        journal files that the process is about to remove, and closes them."""
+        """Start a process that makes the snapshot at `position`, where the newest journal file begins, or poll the
+        running one. Called in each pass of the broker's loop; never waits. `release_files` closes journal files that
+        the process is about to delete."""
         if now < self._poll_at:
             return
         self._poll_at = now + POLL_S

@@ -2,7 +2,8 @@
 
 At a start the broker reads only the journal records after its snapshot. Older records would only be read when a batch
 needs them; therefore a thread reads them once, slowly, and reports groups whose data is damaged while they can still be
-discarded. What the system refuses to read may be whole: it is read again later, and reported never.
+discarded. Data that the operating system refuses to read may be intact, so it is read again later and never reported as
+damaged.
 """
 
 import logging

@@ -25,14 +25,14 @@ ALARMS = Registry("operations.alarms", "alarm", SHIPPED, base=f"{__name__}:Alarm
 
 
 FAILED_PAGE = "docs/extending.md#an-alarm"
-"""Page about alarms of one's own, for one that has raised an exception."""
+"""Documentation page shown for an alarm that has itself failed with an exception: how to write an alarm."""
 
 
 class Alarm:
     """Base class of alarms, created when the broker starts.
 
-    After a restart the broker replays step records to it: the first of the run, and the newest ones, which are three
-    steps and those from which a learner may restart.
+    Alarms store nothing, so a restarted broker passes old step records to `look` again: the first ones of the run, then
+    those of the steps that a learner may still train again, and of three steps before them.
     """
 
     page = "docs/watching.md#alarms"
@@ -42,8 +42,8 @@ class Alarm:
     figures that chance alone may produce in a single step."""
 
     def look(self, record: dict[str, Any]) -> str:
-        """Check the record of a trained step; returns what is wrong and what to do, in one sentence, or "" if nothing
-        is."""
+        """Check the record of a trained step; returns a sentence that says what is wrong and what to do, "" if nothing
+        is wrong."""
         return ""
 
     def watch(self, loops: Sequence["PeerLoop"]) -> str:
@@ -110,7 +110,7 @@ class Alarms:
                 log.warning("ALARM %s: %s", alarm["name"], alarm["sentence"])
 
     def _ask(self, check: Callable[[Alarm], str]) -> list[dict[str, str]]:
-        """`name`, `sentence` and `page` of each alarm for which `check` returns a sentence."""
+        """Run `check` on each alarm; returns `name`, `sentence` and `page` of those for which it returns a sentence."""
         wrong = call_each(self._alarms, "alarm", check, self._failed)
         return [
             {"name": name, "sentence": sentence, "page": self._alarms[name].page}
@@ -120,8 +120,8 @@ class Alarms:
 
 
 def check_alarms(names: Sequence[str]) -> str:
-    """A sentence about shipped alarms that are not among those of the run, empty if all are. Raises ConfigError unless
-    every alarm is found and looks at something."""
+    """A sentence that names the shipped alarms missing from `names`; empty if none is. Raises ConfigError for a name
+    that is not found, or an alarm class that overrides neither `look` nor `watch`."""
     for name in names:
         found = ALARMS.find(name)
         if found.look is Alarm.look and found.watch is Alarm.watch:

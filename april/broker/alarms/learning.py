@@ -23,7 +23,7 @@ class NothingTrainedAlarm(Alarm):
 
 @shipped("policy_gap")
 class PolicyGapAlarm(Alarm):
-    """Raised when the policy is more than 0.05 nats (`k3`) from the versions that sampled what it trains."""
+    """Raised when the policy is more than 0.05 nats (`k3`) from the versions that sampled its training tokens."""
 
     steps_in_a_row = 3
     threshold = 0.05

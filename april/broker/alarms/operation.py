@@ -75,8 +75,8 @@ class EngineGapAlarm(Alarm):
 
     page = "docs/learner.md#learner-and-engine-on-what-is-trained"
     threshold = 4.0
-    """Largest allowed mean gap where the learner has not measured what rounding does, as a multiple of the largest mean
-    gap of any worker in the run's first batch."""
+    """Largest allowed mean gap if the learner has not measured the gap that rounding causes, as a multiple of the
+    largest mean gap of any worker in the run's first batch."""
     least, most = 1e-4, 0.6
     """Bounds of the largest allowed gap in nats: what the weight check allows in float32 and in 8 bits."""
     least_tokens = 100
@@ -85,10 +85,11 @@ class EngineGapAlarm(Alarm):
     def __init__(self) -> None:
         self.limit: float | None = None
         self.evidence: dict[str, float] = {}
-        """Evidence of wrong weights by worker, where the learner has measured what rounding does."""
+        """Evidence of wrong weights by worker: a CUSUM of log gap over rounding gap (`added_evidence`). Empty if the
+        learner has not measured the gap that rounding causes."""
         self.raised_at: dict[str, float] = {}
-        """Largest gap by worker of which the alarm was raised, as a multiple of the rounding; only a larger one is
-        evidence again. An engine in 8 bits, which rounds more than the learner has measured, raises it once."""
+        """Mean gap for which a worker last raised the alarm, as a multiple of the rounding gap; after that only larger
+        gaps count as evidence. So an 8-bit engine, which rounds more than the learner has measured, raises it once."""
 
     def look(self, record: dict[str, Any]) -> str:
         gaps = {

@@ -182,7 +182,7 @@ class ScheduleMachine(Invariants):
 
     @rule(data=st.data(), count=st.integers(1, 4), ends=st.booleans())
     def observe(self, data, count, ends):
-        """Append an environment's observation to a response: longer by its tokens, which do not count as generated."""
+        """Append an environment's observation to a response; its tokens do not count as generated."""
         if lease := self.a_lease(data, generating=True):
             sample = lease.sample
             count = min(count, RESPONSE_BUDGET - sample.length)
@@ -258,7 +258,7 @@ class ScheduleMachine(Invariants):
 
     @rule(worker=st.sampled_from(["w0", "w1"]))
     def load_weights(self, worker):
-        """Load the newest weights, after giving the held-out samples back whose evaluation is of the old ones."""
+        """Load the newest weights, after giving back the held-out samples, whose evaluation is of the old weights."""
         if self.ledger.steps.consumed < self.ledger.steps.frontier:
             return
         for lease in self.held_out_leases(worker):
@@ -310,7 +310,7 @@ class ScheduleMachine(Invariants):
 
     @rule()
     def give_up_evaluations(self):
-        """Count prompts as not evaluated whose version no worker has any more; at the current step, begin again."""
+        """End or, at the current step, restart evaluations of versions that no worker has any more."""
         for step, groups in list(self.ledger.evaluations.items()):
             if any(version.step == step and self.ledger.may_evaluate(version) for version in self.versions.values()):
                 continue

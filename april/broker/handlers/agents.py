@@ -156,8 +156,8 @@ class AgentHandler(LeaseHolderHandler):
                     self.cancel(peer, lease.id)
 
     def _choose(self) -> Sample | None:
-        """The next sample: evaluation up to its share of all sessions, then training, then evaluation beyond its
-        share."""
+        """The sample to lease as a session next: evaluation up to its share of all sessions, then training, then
+        evaluation beyond its share."""
         evaluated = self.ledger.leases.evaluating_agents
         room = sum(peer.capacity for peer in self.peers.with_role("agents"))
         queue, schedule = self.ledger.queue, self.context.schedule

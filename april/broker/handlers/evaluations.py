@@ -19,8 +19,8 @@ class Evaluations:
     """Schedules evaluations of held-out prompts, records their results, and finds the best weights by them.
 
     An evaluation is of one version. Its samples are leased to workers with that version alone. While some of them wait,
-    the workers are told to put their weight updates off. What is not generated `evaluation.hold_s` after newer weights
-    exist, or once no worker has the version, is discarded and counted as not evaluated.
+    the workers are told to put their weight updates off. Samples that are unfinished `evaluation.hold_s` after newer
+    weights exist, or once no worker has the version, are discarded and counted as not evaluated.
 
     The ledger holds all state of the evaluations, except for times.
 
@@ -38,7 +38,7 @@ class Evaluations:
         self._overtaken_at: dict[int, float] = {}
         """Time at which newer weights than those of an evaluation in progress were first seen, by policy step."""
         self._held_slot_s: defaultdict[int, float] = defaultdict(float)
-        """Slots of workers that had no training sample while their update was put off, times seconds, by policy
+        """Slot-seconds that workers idled because they put off a weight update for an evaluation, by evaluated policy
         step."""
         self._watched_at = 0.0
 
@@ -103,8 +103,8 @@ class Evaluations:
         ]
 
     def watch(self, now: float) -> None:
-        """Discard or restart evaluations that cannot finish under their version, and count the slots that others hold
-        idle."""
+        """Discard or restart evaluations that cannot finish under their version, and add up the slots that sit idle
+        because an evaluation keeps workers on old weights."""
         elapsed_s, self._watched_at = now - (self._watched_at or now), now
         for step, groups in list(self.ledger.evaluations.items()):
             overtaken = self._is_overtaken(step)
@@ -121,7 +121,8 @@ class Evaluations:
                     self.ledger.discard(group, NOT_EVALUATED)
 
     def _is_overtaken(self, step: int) -> bool:
-        """Whether the learner has newer weights than those of `step`, or waits for the accelerator to make them."""
+        """Whether the learner has newer weights than those of `step` or, where it shares the accelerators with the
+        engines, waits for them to train the next batch."""
         steps = self.ledger.steps
         return (steps.next if self.context.config.devices.turns else steps.consumed) > step
 
@@ -159,7 +160,7 @@ class Evaluations:
         """Policy step of the trained weights with the best accuracy on the set `evaluation.best`, or the best reward if
         no accuracy is known; the later one of equals. None if there is no such set or no score yet.
 
-        An evaluation with prompts that were not evaluated does not count: they are those with the longest responses.
+        An evaluation that left prompts out does not count, since those are the prompts with the longest responses.
         """
         name = self.section.best
         scores = {

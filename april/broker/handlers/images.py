@@ -15,9 +15,10 @@ from april.data.rows import BadRow
 
 IMAGE_NAME = re.compile("[0-9a-f]{64}")
 PART_BYTES = 4 << 20
-"""Bytes of images in one answer; it ends with the image that reaches them."""
+"""An answer to `FetchImages` ends with the image that brings it to this many bytes."""
 UNREAD_CREDITS = 2
-"""Unread bytes, in credits (`broker.credit_mb`), from which a peer gets no more images; other messages may fill one."""
+"""A peer that has this many credits (`broker.credit_mb`) of unacknowledged bytes gets no more images; more than one
+credit, since other messages may take up one."""
 
 
 def send_images(handler: Any, peer: Peer, received: wire.Received, now: float) -> None:
@@ -69,7 +70,8 @@ def take_image(handler: Any, peer: Peer, received: wire.Received, now: float) ->
 
 
 def fault_of(name: str, png: bytes, tokenizer: Any) -> str:
-    """Why a file is not the named image, prepared for the policy; "" if it is."""
+    """Fault of an uploaded image file: it has another sha256 than `name`, or is not prepared for the policy; "" for
+    none."""
     if name_of(png) != name:
         return "its name is not the sha256 of the file"
     try:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 NO_BEST_STEP = -1
 """`BestCheckpoint.step` while no weights have been evaluated."""
 PART_BYTES = 1 << 19
-"""Bytes of arrays in one message of a batch; the message ends with the group that reaches them."""
+"""One message of a batch ends with the group that brings its arrays to this many bytes."""
 PASS_BYTES = 1 << 19
 """Bytes of arrays sent to the learner in one pass of the broker's loop, so that no other peer waits long."""
 
@@ -52,7 +52,8 @@ class LearnerHandler:
         """(learner, `Fetch` message) of a request for a batch that does not exist yet or is not completely sent; None
         otherwise."""
         self.sent_groups = 0
-        """Number of groups already sent in answer to `pending_fetch`, with those at its end that are not trained."""
+        """Number of groups already sent in answer to `pending_fetch`, including those for the sample logs, which come
+        last."""
         self.logged: set[int] = set()
         """Indices of the groups in the batch of `pending_fetch` that the learner writes to the sample logs."""
         self.sendable_from: int | None = None
@@ -350,7 +351,7 @@ def sample_head(sample: Sample, context: BrokerContext) -> wire.SampleHead:
 
 
 MACHINE_START_BITS = 16
-"""Low bits of a start's number; those above are the number of the broker's start."""
+"""Number of low bits of a start's number that count the machines' starts; the higher bits count the broker's starts."""
 
 
 class NodeHandler:
@@ -369,7 +370,7 @@ class NodeHandler:
         self._start = 0
         """Number of the latest start, higher than any of an earlier start of the broker."""
         self._counted = set[str]()
-        """Uids of the connected processes whose coming has made a start."""
+        """Uids of the connected processes for each of which `_start` was raised once."""
 
     def on_rendezvous(self, peer: Peer, received: wire.Received, now: float) -> None:
         said = received.message

@@ -322,8 +322,8 @@ def score_fault(scored: wire.Scored, responses: int) -> str:
 
 
 def values_by_lease(received: wire.Received) -> dict[int, bytes]:
-    """Values of the token scores, float32, by the lease of their closing; empty if the report has none. Raises
-    WireError unless there are as many as the closings say, or of a closing in several reports the next part."""
+    """Token-score values of a report, float32, by lease id; empty if it has none. Raises WireError if their number is
+    not that stated in `Report.closings` or, for a score split over several reports, not that of its next part."""
     scored = [closing for closing in received.message.closings if isinstance(closing, wire.TokenScored)]
     if not scored:
         return {}
@@ -343,12 +343,13 @@ def values_by_lease(received: wire.Received) -> dict[int, bytes]:
 
 
 def value_count(scored: wire.TokenScored) -> int:
-    """Number of values of all token scores of a closing."""
+    """Number of values of all token scores in one `TokenScored`."""
     return sum(count for columns in scored.columns for count in columns.values())
 
 
 def joined_values(peer: Peer, scored: wire.TokenScored, values: bytes) -> bytes | None:
-    """The token-score values of a closing received so far, float32; None if this report does not continue the last."""
+    """Join the token-score values (float32) of one `TokenScored` that is split over several reports; returns all so
+    far, None if `values` do not continue those of the report before."""
     (lease_id, before), peer.token_scores = peer.token_scores, (0, b"")
     if not scored.start:
         return values
@@ -376,8 +377,8 @@ def token_score_fault(scored: wire.Scored, lease: Lease, values: bytes) -> str:
 
 
 def fits(count: int, sample: Sample) -> bool:
-    """Whether a token score with `count` values has one for each turn, or as many for each token of the response. Of an
-    agent's session only tokens from the first that the policy sampled on have any."""
+    """Whether a token score may have `count` values: one per turn, or the same number for each token of the response.
+    In an agent's session the tokens before the first sampled one have no values, and turns none at all."""
     tokens, turns = sample.length - sample.sampled_from, 0 if isinstance(sample, AgentSample) else sample.turns
     each, rest = divmod(count, tokens) if tokens else (count, 0)
     return 0 < count == turns or (1 <= each <= limits.MAX_VALUES_PER_TOKEN and not rest)

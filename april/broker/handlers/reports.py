@@ -55,7 +55,8 @@ def read_report(packed: list[wire.PackedArray]) -> tuple[np.ndarray, wire.Packed
 
 
 def turn_requests(table: np.ndarray, payload: wire.PackedArray) -> list[wire.TurnRequest | None]:
-    """The request in the state of each row of an agents process; None for a state that is no valid one."""
+    """Decode the `TurnRequest` that each observation row of an agents process carries as its state; None if it is
+    invalid."""
     view, ends = memoryview(payload.data), np.cumsum(padded_sizes(table))
     begins = ends - padded_sizes(table) + 4 * table["tokens"].astype(np.int64)
     lengths = table["size"] - 4 * table["tokens"].astype(np.int64)
@@ -87,12 +88,12 @@ class RowValidator:
         self.has_environment = bool(config.environment.name)
         self.is_cut = config.sampling.is_cut
         self.oldest_s = config.broker.max_run_s + limits.MAX_CLOCK_SKEW_S
-        """Largest age of a row, seconds: it was sampled under a lease."""
+        """Largest plausible age of a row's sampling time, seconds: the longest run, and the largest clock skew."""
         self.ids_wrong = f"the policy's token ids are from 0 to {self.largest_id}"
 
     def read(self, packed: list[wire.PackedArray], now: float) -> tuple[np.ndarray, wire.PackedArray]:
-        """Read a report that came at `now` as `read_report` does. A time that is not in the run, as of a sender with a
-        wrong clock, becomes 0, unknown: pictures of the run would span it."""
+        """Read a report that came at `now`, like `read_report`. A sampling time outside the run, from a sender with a
+        wrong clock, becomes 0 (unknown), since it would stretch the time axis of the run's charts."""
         table, payload = read_report(packed)
         age_s = np.where(table["time"] == 0, 0, now - table["time"])
         beyond = (age_s > self.oldest_s) | (age_s < -limits.MAX_CLOCK_SKEW_S)
@@ -109,7 +110,7 @@ class RowValidator:
         requests: Sequence[wire.TurnRequest | None] | None = None,
     ) -> dict[int, str]:
         """Find faults in the rows of a report; returns them by row index. `leases`: the lease of each row, None if it
-        is not current; `requests`: those of `turn_requests`, in a report of agents."""
+        is not current; `requests`: for a report of agents, the result of `turn_requests`."""
         found: dict[int, str] = {}
         ends = np.cumsum(padded_sizes(table))
         offsets, sizes, tokens = ends - padded_sizes(table), table["size"], table["tokens"].astype(np.int64)

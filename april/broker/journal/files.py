@@ -88,9 +88,11 @@ def checked_starts(folder: Path) -> list[int]:
 
 
 def find_missing(folder: Path, positions: Iterable[int]) -> int | None:
-    """The first of the positions below the last file that are in no file of a journal's folder; None without one."""
+    """The first of the journal `positions` that lies in a gap between the files of a journal's folder; None if none
+    does."""
     bounds = [0]
-    """Bounds of the ranges of positions that are in no file and in one, in turn."""
+    """Journal positions at which, in turn, a gap (possibly empty) and a file begin; the last is the end of the last
+    file."""
     for start in file_starts(folder):
         bounds += [start, start + file_path(folder, start).stat().st_size]
     if bounds[::2] == [*bounds[1::2], bounds[-1]]:

@@ -209,7 +209,7 @@ class Journal:
         return self._in_thread is not None and not self._in_thread.done()
 
     def fail(self, error: OSError) -> JournalError:
-        """`give_up` after a write or sync that failed."""
+        """Make the journal read-only after a failed write or sync; returns the JournalError to raise."""
         text = f"journal {self.folder} cannot be written ({error}); nothing is acknowledged any more"
         return self.give_up(JournalError(text, error.errno))
 

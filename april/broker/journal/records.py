@@ -124,7 +124,7 @@ class RecentRecords:
         """Cached records, by their position in the journal."""
         self._small: deque[int] = deque()
         self._large: deque[int] = deque()
-        """Positions of the cached records with small and with large rows, oldest first."""
+        """`_small`, `_large`: positions of the cached records with small and with large rows, oldest first."""
         self._large_bytes = self._unwritten_large_bytes = 0
 
     def add(self, position: int, appended: Appended) -> None:

@@ -101,7 +101,8 @@ def _names(kind: type, without: str) -> list[str]:
 GROUP_FIELDS = _names(Group, without="samples pending_samples")
 SAMPLE_FIELDS = _names(Sample, without="group index")
 SESSION_FIELDS = _names(AgentSample, without="group index forks main_sample")
-"""Fields that a snapshot stores of each group, sample and session, in order; a session is followed by its forks."""
+"""Names of the fields that a snapshot stores of each group (GROUP_FIELDS), sample (SAMPLE_FIELDS) and agent session, in
+order; a session is followed by its forks."""
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=list)
 _decoder = msgspec.msgpack.Decoder(LedgerImage, dec_hook=lambda kind, stored: kind(stored))

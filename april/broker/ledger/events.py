@@ -13,7 +13,7 @@ import msgspec
 from april.wire.rows import ROW, ReportRow, read_rows
 
 Said = tuple[float, dict[str, float]]
-"""(reward, details), as an agent says them."""
+"""(reward, details) that an agent reports for its own session."""
 EventArray = tuple[int, bytes | memoryview]
 """(crc32, data) of an array in an event's record."""
 
@@ -78,8 +78,8 @@ class GroupOpened(Event):
     images: list[str] = []
     """Names of the prompt's images, in order; their files are on disk."""
     number: int = -1
-    """Number of the dataset row, where a sampler chooses the prompts: the cursor then counts those that were drawn in
-    the epoch, and `row` is the row's place in the epoch's order. -1 without a sampler, and for evaluation."""
+    """Number of the dataset row, if a sampler (`schedule.sampler`) chose the prompt; -1 otherwise. With a sampler the
+    cursor counts the prompts drawn in the epoch, and `row` is the row's position in the epoch's order."""
 
 
 class PromptSubmitted(Event):
@@ -124,7 +124,8 @@ class AgentLeased(Event):
 
 
 class AgentClosed(Event):
-    """The agent has finished; the sample waits for its score, or with a reward for its teacher alone."""
+    """The agent has finished. The sample now waits for its score; if the agent has set the reward, for a teacher's
+    token scores only."""
 
     lease_id: int
     superseded: list[tuple[int, int]] = []
@@ -132,7 +133,7 @@ class AgentClosed(Event):
     state: bytes = b""
     """State that the agent leaves for the verifier."""
     said: Said | None = None
-    """Reward that the agent has said, which stands, with its details; None leaves the reward to the verifier."""
+    """Reward and details that the agent has reported, which are final; None leaves the reward to the verifier."""
 
 
 class RowsAccepted(Event):

@@ -145,8 +145,8 @@ class Ledger(LedgerState):
     def close_agent(
         self, lease_id: int, superseded: Superseded = (), state: bytes = b"", said: events.Said | None = None
     ) -> Verdict:
-        """Close a finished agent's session, which waits for a scoring lease then; invalid if the agent received no
-        answer. `state`: the agent's state for the verifier; for the others see `events.AgentClosed`."""
+        """Close a finished agent's session, which then waits for a scoring lease; the verdict is INVALID if the agent
+        received no answer. `superseded`, `state`, `said`: see `events.AgentClosed`."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED

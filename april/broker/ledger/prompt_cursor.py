@@ -18,6 +18,7 @@ class PromptCursor(msgspec.Struct):
     """Image names of each submitted prompt with images, by row."""
 
     def forget(self, row: int) -> None:
-        """Forget a submitted prompt that will not be needed again; other rows are passed over."""
+        """Forget submitted prompt number `row`, which will not be needed again; does nothing for a row of the
+        dataset."""
         self.submitted.pop(row, None)
         self.images.pop(row, None)

@@ -1,5 +1,5 @@
-"""Results of the groups drawn so far, by row of the dataset, for samplers of prompts. Only the ledger's events change
-them, so that a journal, or a snapshot, rebuilds them exactly."""
+"""Results of the groups drawn so far, by dataset row, for samplers of prompts. Only the ledger's events change them, so
+that journal or snapshot rebuild them exactly."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ BLANK = {"last": NEVER, "known": 0, "accuracy": 0.0, "spread": 0.0}
 
 
 class RowTallies:
-    """Columns with one entry for each row of the dataset, at least up to the largest row that was drawn. Stored are
-    those up to that row, so that they depend on what happened alone, and not on how many rows were asked for.
+    """Columns with one entry per dataset row, at least up to the largest row drawn so far. A snapshot stores them up to
+    that row only, so that its content depends on the events alone, and not on how many rows `first` was asked for.
 
     tallies.draw(7)
     tallies.complete(7, accuracies=[1.0, 0.0], rewards=[1.0, 0.0])
@@ -35,8 +35,8 @@ class RowTallies:
         self.known = np.frombuffer(known, "<i8")
         """Number of complete groups of each row; int64 [n]."""
         self.accuracy = np.frombuffer(accuracy, "<f8")
-        """Weighted mean accuracy of each row's complete groups, of which each weighs as much as all before it; float64
-        [n]."""
+        """Moving mean of the accuracy of each row's complete groups: a new group weighs as much as all before it;
+        float64 [n]."""
         self.spread = np.frombuffer(spread, "<f8")
         """Mean standard deviation of the rewards in each row's complete groups, weighted like `accuracy`; float64
         [n]."""
@@ -69,8 +69,8 @@ class RowTallies:
             self.complete(group.number, accuracies, rewards)
 
     def first(self, rows: int) -> "RowTallies":
-        """The columns of the first `rows` rows, drawn or not: views, which follow later draws and results until a
-        larger row is drawn, and cannot be written to."""
+        """The columns of the first `rows` rows, drawn or not, as read-only views; they follow later draws and results,
+        until a larger row is drawn."""
         self._hold(rows)
         found = RowTallies()
         found.draws, found.results = self.draws, self.results
@@ -95,12 +95,13 @@ class RowTallies:
 
 
 class PromptOrder:
-    """Order in which prompts are drawn: that of the cursor. A sampler's order overrides it."""
+    """Order in which prompts are drawn. This class keeps the cursor's order; a sampler's subclass overrides it."""
 
     def choose(self, tallies: RowTallies, cursor: tuple[int, int]) -> tuple[int, int]:
         """(epoch, row) of the prompt to draw; `cursor` is (epoch, prompts drawn in it)."""
         return cursor
 
     def number_of(self, evaluation: bool, epoch: int, row: int) -> int:
-        """Number of the dataset row at a place of an epoch's order, if this is to be counted; otherwise -1."""
+        """Number of the dataset row at position `row` of an epoch's order, if a sampler needs its tallies; otherwise
+        -1."""
         return -1

@@ -213,7 +213,8 @@ class Sample(NoAgentDefaults):
 
     @property
     def is_correct_known(self) -> bool:
-        """Whether the score says if the response was correct; a response over its verifier's limits was not."""
+        """Whether the score says if the response was correct. It does for a response that exceeded its verifier's
+        limits, which counts as wrong."""
         details = self.details or {}
         return "correct" in details or bool(details.get("over_limit"))
 
@@ -286,9 +287,9 @@ class Group:
     group_scored: bool = False
     """Whether one lease scores all samples of the group together."""
     token_scores: dict[int, tuple[int, int, int, list[str]]] | None = None
-    """Token scores and feedback by index of the sample: position and length of the journal record with them, number of
-    the response in that record, for a session of the first of its `sampled_forks`, and names of the scores. None if no
-    sample has any."""
+    """Where each sample's token scores and feedback are, by index of the sample: (position, length) of the journal
+    record, number of the response in it (of a session's first sampled fork), names of the scores. None if no sample has
+    any."""
     images: Sequence[str] = ()
     """Names of the prompt's images, in order."""
     number: int = -1

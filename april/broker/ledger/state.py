@@ -118,7 +118,8 @@ class CurrentLearner(msgspec.Struct):
     weights_address: str = ""
     weights_key: str = ""
     weight_folders: list[WeightFolder] = []
-    """Address and public key at which the learner publishes weights; the last snapshots written, the newest first."""
+    """The newest snapshots of weights that the learner has written, the newest first. `weights_address`, `weights_key`:
+    address and CURVE public key at which it publishes weights."""
 
 
 class Rounds(msgspec.Struct):

@@ -61,7 +61,7 @@ class SampledOrder(PromptOrder):
         return -1 if evaluation else self._row((epoch, row))
 
     def _position(self, tallies: RowTallies, epoch: int) -> int:
-        """The first position of the row to draw in the epoch's order; 0 if no row can be drawn."""
+        """Choose the row to draw; returns its first position in the epoch's order, 0 if no row can be drawn."""
         positions = self._positions(epoch)
         urgency = self.weights(tallies)
         urgency *= tallies.draws - tallies.last
@@ -95,7 +95,7 @@ class SampledOrder(PromptOrder):
 
 
 def draws_in_order(section: ScheduleSection) -> bool:
-    """Whether prompts are drawn in the seeded order of each epoch, whatever their groups show."""
+    """Whether the sampler of [schedule] draws prompts in the seeded order of each epoch, independent of results."""
     return bool(getattr(SAMPLERS.find(section.sampler), "in_order", False))
 
 

@@ -1,8 +1,8 @@
 """Samplers: how much each prompt of the dataset is worth another draw.
 
-A sampler is a function (rows) -> weights, float [n] from 0 to 1, over the n rows of the dataset. `rows` has what their
-groups so far have shown (`RowTallies`): columns `accuracy`, `spread`, `known`. It is not asked about rows without a
-result, which have the weight 1.
+A sampler is a function (rows) -> weights, float [n] from 0 to 1, over the n rows of the dataset. `rows` is a
+`RowTallies`: its columns `accuracy`, `spread` and `known` hold the results of each row's groups so far. A row without a
+result has the weight 1, whatever the sampler returns for it.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from april.broker.ledger.row_tallies import RowTallies
 
 
 def order(rows: RowTallies) -> np.ndarray:
-    """Every prompt once an epoch, in the epoch's seeded order, whatever its groups show."""
+    """Every prompt once an epoch, in the epoch's seeded order, independent of results."""
     return np.ones(len(rows.last))
 
 
@@ -19,17 +19,17 @@ vars(order)["in_order"] = True
 
 
 def difficulty(rows: RowTallies) -> np.ndarray:
-    """4 p (1 - p), p a prompt's pass rate: those that are solved half of the time first, those always or never last.
+    """4 p (1 - p), p a prompt's pass rate: prompts solved half of the time first, those always or never solved last.
 
-    The variance of the success of an answer, over its largest: "Learning to Reason at the Frontier of Learnability",
-    arXiv 2502.12272.
+    This is the variance p (1 - p) of pass or fail, divided by its maximum 1/4: "Learning to Reason at the Frontier of
+    Learnability", arXiv 2502.12272.
     """
     passed = rows.accuracy.clip(0, 1)
     return 4 * passed * (1 - passed)
 
 
 def spread(rows: RowTallies) -> np.ndarray:
-    """The standard deviation of a group's rewards, over the largest of all prompts: those first from whose rewards most
-    was learnt, whatever their scale."""
+    """The standard deviation of the rewards in a prompt's groups, divided by the largest of all prompts. Prompts whose
+    samples are rewarded most differently come first, whatever the scale of rewards."""
     largest = rows.spread.max(initial=0.0)
     return rows.spread / largest if largest > 0 else np.ones(len(rows.spread))

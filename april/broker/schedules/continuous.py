@@ -71,8 +71,9 @@ class ContinuousSchedule(Schedule):
 
     @classmethod
     def variants(cls, section: ScheduleSection) -> dict[str, Mapping[str, Any]]:
-        """Settings that `april simulate` compares: half of the samples that over-sampling starts in flight, all of
-        them, and the scenario's number; also all of them with the KV cache recomputed at each weight update."""
+        """Settings that `april simulate` compares, with N' the groups that over-sampling opens and n samples a group:
+        N' n / 2 samples in flight, N' n, and the scenario's number; also N' n with the KV cache recomputed at each
+        weight update."""
         peak = section.over_sampled * section.n_samples_per_prompt
         counts = sorted({peak // 2, peak, section.in_flight or peak})
         return {
@@ -83,7 +84,8 @@ class ContinuousSchedule(Schedule):
     def __init__(self, section: ScheduleSection, prompts: Prompts):
         super().__init__(section, prompts)
         self._mean_sum = self._longest_sum = 0.0
-        """Mean and longest number of sampled tokens per sample of a group: decayed sums over trained groups."""
+        """`_mean_sum`, `_longest_sum`: decayed sums over trained groups of the mean and of the largest number of
+        sampled tokens among a group's samples."""
 
     def advance(self, ledger: Ledger) -> bool:
         """Deliver a batch if the learner has none to train; True when the last batch has ended the round."""
@@ -149,9 +151,10 @@ class ContinuousSchedule(Schedule):
             self._longest_sum += max(sample.sampled_tokens for sample in group.samples)
 
     def _flight_lacks_groups(self, ledger: Ledger) -> bool:
-        """Whether fewer groups are undelivered than keep `in_flight` samples in generation plus one batch complete.
+        """Whether there are fewer undelivered groups than it takes to keep `in_flight` samples in generation and one
+        batch of groups complete.
 
-        Never true where stragglers may be late, of which a larger backlog would make more.
+        Never true if stragglers may miss their deadline, since a larger backlog would make more of them late.
 
         A group lasts as long as its longest sample, so keeping `in_flight` samples in generation takes
         in_flight / n * longest / mean groups. Opening none while a batch waits would let that flight run dry for as

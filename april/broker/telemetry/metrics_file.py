@@ -38,7 +38,7 @@ LineCheck = tuple[int, int]
 
 
 class StepSums(msgspec.Struct):
-    """Sums over the records of trained steps."""
+    """Sums over the records of trained steps, for summary.json."""
 
     generating_s: float = 0.0
     rollout_tokens: int = 0
@@ -375,14 +375,15 @@ def without_lanes(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class EarlierTokens(msgspec.Struct):
-    """Tokens that earlier brokers of the run refused, or that workers had and never sent."""
+    """Token counts of earlier brokers of the run: `refused` tokens, and tokens that workers sampled and never got
+    acknowledged."""
 
     emitted_unacked: int = 0
     refused: int = 0
 
 
 class EarlierCounts(msgspec.Struct):
-    """Figures of summary.json that a restarted broker continues, and that no other file has."""
+    """Figures of summary.json that a restarted broker goes on counting from; no other file holds them."""
 
     wall_s: float = 0.0
     buffer_peak: dict[str, int] = msgspec.field(default_factory=dict)

@@ -59,7 +59,7 @@ class SyncMark(NamedTuple):
 
 @dataclass
 class StepCounts:
-    """Counts between two steps, for the record of the second."""
+    """Counts since the last trained step, for the record of the next one."""
 
     generating_s: float = 0.0
     """Seconds in which at least one training sample was being generated."""

@@ -22,13 +22,13 @@ USES = ("training", "evaluation")
 
 
 class HolderStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A connected process that holds leases: a scorer, or one with agents."""
+    """A connected process that holds leases: a scorer or an agents process."""
 
     name: str
     capacity: int
     """Most leases that it holds at once."""
     leased: int
-    """Leases that it holds; of a worker only those to generate."""
+    """Number of leases that it holds; for a worker only those to generate, without those to score."""
 
 
 class WorkerStatus(HolderStatus, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class WorkerStatus(HolderStatus, frozen=True, kw_only=True):
     gap: dict[str, float] | None
     """The worker's entry of `RunStatus.engine_gaps`."""
     does: dict[str, Any] | None
-    """Use of the worker's slots, as `slot_usage` describes it; None in a status without the bottleneck."""
+    """Use of the worker's slots, as `slot_usage` describes it; None in a status read with `bottleneck=False`."""
     loop: dict[str, Any] | None
     """Position of the worker's main loop, as `loop_state` describes it."""
 
@@ -137,11 +137,11 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Alarms that the newest step raised."""
     alarm_names: list[str]
     standing: dict[str, Any] | None
-    """The bottleneck, as `Bottleneck` describes it; None in a status without it."""
+    """What delays the next batch, as `Bottleneck` describes it; None in a status read with `bottleneck=False`."""
 
 
 def read_status(context: BrokerContext, now: float, bottleneck: bool = True) -> RunStatus:
-    """Read how a run stands. `bottleneck`: also look for what delays the next batch, which takes time in proportion to
+    """Read the status of a run. `bottleneck`: also find what delays the next batch, which takes time in proportion to
     the open groups."""
     ledger, recorder, schedule = context.ledger, context.recorder, context.config.schedule
     peers, letters, last = context.peers, ledger.dead_letters, recorder.newest
@@ -261,8 +261,8 @@ def loop_state(peer: Peer | None, now: float) -> dict[str, Any] | None:
 
 
 def drain_state(ledger: Ledger) -> str:
-    """State of a drain. draining: some leases have not been handed back yet; drained: none is left; empty: no drain.
-    Leases of agent sessions do not count, as they stay."""
+    """State of a drain: `draining` while some leases have not been handed back, `drained` when none is left, "" without
+    a drain. Leases of agent sessions do not count, as they stay."""
     if not ledger.rounds.draining:
         return ""
     return "draining" if any(not lease.agent for lease in ledger.leases.values()) else "drained"
