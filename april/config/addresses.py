@@ -66,9 +66,9 @@ def wrong_address(text: str) -> str:
 
 
 def with_run_keys(config: Config, connect: str) -> Config:
-    """The configuration of a part that joins a run, with the keys that the run has made in its folder. `connect`: the
-    broker's address, or that folder: the broker writes its address there once it has made keys, and is waited for.
-    Raises TimeoutError if it writes none within its patience."""
+    """The configuration of a process that joins a run, with the keys that April has made in the run's folder.
+    `connect`: the broker's address, or that folder, in which the broker writes its address once the keys exist. Waits
+    for the address; raises TimeoutError after `broker.patience_s`."""
     from april.wire.sockets.base import address_at
 
     if config.security.keys != AUTO:

@@ -131,8 +131,8 @@ def check_advantage(config: Config, imported: bool = False) -> None:
 
 
 def check_discards(config: Config, imported: bool = False) -> None:
-    """Refuse to discard groups by the spread of rewards that teach nothing: where a verifier scores all alike, all
-    groups would be discarded."""
+    """Refuse a group filter that compares rewards (`dynamic_sampling`, `zero_spread`) with an advantage that ignores
+    them: if a verifier scores all responses alike, the filter would discard every group."""
     schedule, filters = config.schedule, registry_of("schedule.group_filter")
     if not advantage_flag("ignores_rewards", config.algorithm, imported):
         return

@@ -26,8 +26,8 @@ def algorithms(config: Config) -> list[AlgorithmSection]:
 
 
 def divided(config: Config) -> dict[int | None, Config]:
-    """Configurations by algorithm: the run's under None and, by number of each source with an algorithm of its own,
-    that of a run in which all samples have this algorithm. Raises ConfigError."""
+    """One configuration for each algorithm: the run's own under None; under the number of each source that has its own
+    algorithm, the configuration of a run with this source alone. Raises ConfigError."""
     own = source_algorithms(config)
     return {None: config} | {number: of_source(config, number, each) for number, each in own.items()}
 

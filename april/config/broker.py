@@ -180,7 +180,8 @@ class WeightsSection(Section):
         AUTO,
         description="Learner ranks that send weights: all, each a part of them; or rank_0, which gathers the whole "
         "model in its memory. auto: all, but rank_0 where workers do not reach every machine of the learner, and "
-        "where inference servers receive the weights themselves. It has run over gloo and shared memory.",
+        "where inference servers receive the weights themselves. Sending by all ranks has run over gloo and shared "
+        "memory, not over nccl.",
     )
     bucket_mb: int = Field(
         16,

@@ -312,7 +312,8 @@ SIZES = (
 
 
 def check_model(config: Config) -> bool:
-    """True, if the model's config.json can be read. Raises ConfigError otherwise."""
+    """Refuse a model whose config.json is missing, malformed, or leaves no room for a prompt; otherwise returns
+    True."""
     if not (config.model.path / "config.json").is_file():
         refuse(
             "model.path",
@@ -366,7 +367,8 @@ def check_data(data: DataSection) -> None:
 
 
 def check_sft_sources(data: DataSection) -> None:
-    """Refuse sources of kind sft without a source of prompts, or listed before one, and keys of the other kind."""
+    """Refuse sources of kind sft without a source of prompts, or listed before one, and keys that the source's kind
+    does not have."""
     found = data.sft_sources
     if found and data.source == "submitted":
         refuse("data.source", data.source, "leaves no place for data.sources", "train the conversations by yourself")

@@ -107,8 +107,8 @@ class Pacing(Section):
 
 
 def pacing_of(name: str) -> Pacing:
-    """Timing for `engine.pace`: the name of a shipped cost model, or a file with one, as `april calibrate` writes it.
-    The file's weights.pause_s is the time of a weight update. Raises ConfigError."""
+    """Timing for `engine.pace`. `name`: a shipped cost model, or a TOML file with one, as `april calibrate` writes it,
+    whose weights.pause_s is the time of a weight update (seconds). Raises ConfigError."""
     path = HARDWARE if name in shipped_costs() else Path(name)
     if path is not HARDWARE and not path.suffix:
         known = ", ".join(shipped_costs())

@@ -207,7 +207,8 @@ RESERVED_TEMPLATE_OPTIONS = {
     "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors",
     "return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs",
 }  # fmt: skip
-"""Arguments of transformers' `apply_chat_template` that are not for the template, or that April gives."""
+"""Arguments of transformers' `apply_chat_template` that `data.template_options` may not set: April sets them, or they
+are not passed on to the template."""
 
 
 class DataSection(HubSection):

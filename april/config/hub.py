@@ -103,7 +103,7 @@ class HubInput:
 
 
 def hub_inputs(tree: dict[str, Any], model: type[Section]) -> list[HubInput]:
-    """The names of repositories in a configuration, whose other paths are absolute."""
+    """The paths in `tree` that name a repository on a hub. Paths to files and folders must be absolute already."""
     return [
         HubInput(key, table, prefix, section.repository)
         for key, table, section in tables(tree, model)
@@ -120,8 +120,8 @@ Fetch = Callable[[Sequence[HubInput]], None]
 
 
 def take_recorded_commits(named: Sequence[HubInput], file: Path, model: type[Section]) -> None:
-    """Set the commits in the configuration of a run that has begun, where the same revision of the same repository is
-    asked for."""
+    """Set the commit of each name that has none to the one that `file`, the configuration of a run that has begun,
+    records for the same repository and revision."""
     try:
         recorded = hub_inputs(tomllib.loads(file.read_text()), model)
     except (OSError, tomllib.TOMLDecodeError):
@@ -228,7 +228,8 @@ class Fetcher:
 
 
 def sizes_of(named: HubInput) -> tuple[dict[str, int], bool]:
-    """(bytes of each file of the commit, True); where a hub cannot be asked, (of each in the cache, False)."""
+    """(size of each file of the commit in bytes, True); if the hub cannot be asked, (sizes of the cached files,
+    False)."""
     from huggingface_hub import HfApi, get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, HTTPError, OfflineModeIsEnabled
     from huggingface_hub.hf_api import RepoFile

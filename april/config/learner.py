@@ -9,7 +9,12 @@ from april.config.section import CONTEXT_TOKENS, Section
 
 
 class LearnerSection(Section):
-    backend: str = Field("fsdp", description="Training back end: fsdp, megatron, or yours as package.module:Class.")
+    backend: str = Field(
+        "fsdp",
+        description="Training back end: fsdp (FSDP2; nearly any model of transformers), "
+        "megatron (adds tensor, pipeline and expert parallelism, for fewer architectures), or yours as "
+        "package.module:Class.",
+    )
     ranks: int = Field(
         2,
         ge=1,
@@ -54,8 +59,8 @@ class LearnerSection(Section):
     )
     master_weights: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="Dtype of the trained weights and their gradients: fp32 (8 bytes a parameter), or bf16 (4 bytes; a "
-        "step is computed in fp32 and rounded at random, so that small steps are made in the mean).",
+        description="Dtype of the trained weights and their gradients: fp32 (8 bytes a parameter), or bf16 (4 bytes; "
+        "a step is computed in fp32 and rounded stochastically, so that small steps are not lost on average).",
     )
     lr: float = Field(1e-6, gt=0, description="Learning rate of the policy. Too high a rate ends in collapse.")
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
@@ -76,7 +81,9 @@ class LearnerSection(Section):
         description="Share of the steps over which lr_schedule = wsd falls. A larger one falls earlier.",
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.95), description="AdamW's two betas: decay of the mean of gradients, and of their squares."
+        (0.9, 0.95),
+        description="AdamW's two betas: decay of the running mean of gradients, and of their squares. "
+        "Higher ones average over more steps, with less noise and more lag.",
     )
     weight_decay: float = Field(
         0.0, ge=0, description="Decoupled weight decay. A larger one pulls the weights harder towards 0."
@@ -208,7 +215,7 @@ class LearnerSection(Section):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks, or groups of ranks that share rows, among which a batch is divided."""
+        """Number of data-parallel shares of a batch: each is trained by one rank, or by one context group of ranks."""
         return self.ranks // self.context_parallel
 
 
@@ -228,12 +235,16 @@ class SamplesSection(Section):
         "random others; about 20 bytes a token before compression. Unset: all.",
     )
     max_mb: int = Field(
-        1024, ge=1, description="Largest size of all kept samples; beyond it, steps in between are deleted (MiB)."
+        1024,
+        ge=1,
+        description="Largest size of all kept samples; beyond it, files of steps are deleted so that the "
+        "rest is spread evenly over the run (MiB).",
     )
 
 
 class SftSection(Section):
-    """Supervised fine-tuning with `april sft`; in `april run` for sources of kind sft, but for `batch_size`."""
+    """Supervised fine-tuning with `april sft`. In `april run`, all keys but `batch_size` hold for sources of kind
+    sft."""
 
     batch_size: int = Field(
         32,

@@ -285,7 +285,8 @@ def load(
 
     `own_parts`: keys that name parts; the user's own are imported, and the keys that they declare are checked. `fetch`:
     resolves the names of a hub, as a launcher of parts does; without it only the hub's cache is asked. `resumed`: use
-    the commits of the run folder of this name, if there is one. `supervised`: as `april sft` trains it.
+    the commits of the run folder of this name, if there is one. `supervised`: return `Config.supervised()`, for `april
+    sft`.
     """
     tree = read_tree(path, overrides)
     config = validate(tree, own_parts)

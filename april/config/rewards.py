@@ -23,7 +23,7 @@ PENALTY_KEYS = dict(zip(PENALTIES, ("overlong_buffer_tokens", "format_pattern"),
 """Key that turns on each penalty, by the penalty's name among the details and parts of the reward."""
 PART_NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
 UNFIT_NAMES = ("base", "over_limit")
-"""Details that April adds, which cannot be parts."""
+"""Names of reward details that April itself adds; no part of the reward may have one of them."""
 
 
 class RewardPartSection(Section):
@@ -39,7 +39,7 @@ class RewardPartSection(Section):
     weight: float = Field(
         1.0,
         description="Factor on the part in the reward, and on its advantage where advantages are made apart. Below 0, "
-        "a high value is bad.",
+        "a high value of the part lowers the reward.",
     )
     gate: str = Field(
         "",
@@ -237,7 +237,8 @@ def check_parts(reward: RewardSection) -> None:
 
 
 def check_apart(reward: RewardSection, advantage: str) -> None:
-    """Refuse an advantage that is made of the parts of the reward, of which some are missing."""
+    """Refuse an advantage that normalises each part of the reward (`needs_parts`) if there are no parts, or if a
+    penalty is on that is no part, since the advantage would not see it."""
     if not reward.part:
         refuse("algorithm.advantage", advantage, "is made of the parts of a reward", "add [reward.part.NAME] tables")
     for name, key in PENALTY_KEYS.items():

@@ -84,8 +84,8 @@ class ScheduleSection(Section):
     group_filter: str = Field(
         "",
         description="Filter that gives a reason to discard a complete group, which is then replaced: zero_spread, or "
-        "yours as package.module:function. Each discarded group costs its generation; a run of 20 such rounds "
-        "fails. Empty: none.",
+        "yours as package.module:function. Each discarded group costs its generation; the run fails after 20 rounds' "
+        "worth of discarded groups in a row. Empty: none.",
     )
     sampler: str = Field(
         "order",

@@ -90,8 +90,8 @@ class HubSection(Section):
     @model_validator(mode="before")
     @classmethod
     def in_cache(cls, keys: Any) -> Any:
-        """The keys of the section, with the folder in the cache in place of each name that has a commit. A file or
-        folder elsewhere has none."""
+        """The keys of the section: a repository's name with a commit becomes its folder in the hub's cache; a commit
+        beside a path outside the cache is dropped."""
         if not isinstance(keys, dict):
             return keys
         found: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def tables(tree: Any, model: type[Section], key: str = "") -> Iterator[Table]:
 # --- keys of the user's own parts -------------------------------------------------------------------------------------
 
 KEY_SECTIONS = {"worker.engine": "engine"}
-"""Section of a part's own keys, by the key that names the part, where that is in another section."""
+"""Section that takes a user-defined part's own keys, if it is not the section of the key that names the part."""
 
 FUNCTION_KEYS = (
     "algorithm.loss", "algorithm.corrections", "algorithm.advantage", "algorithm.step_scale", "algorithm.distillation",

@@ -45,7 +45,7 @@ class RunSection(Section):
     dir: Path = Field(
         Path("runs"),
         description="Folder in which run folders are written. The journal in them takes 8 bytes for each token until "
-        "a checkpoint has trained it.",
+        "a checkpoint contains the step that trained it.",
     )
     parts: list[Path] = Field(
         [],
@@ -186,12 +186,12 @@ class Config(Section):
 
     @property
     def keys(self) -> Path | None:
-        """Folder of the run's keys, or a part's key file; None where peers need none."""
+        """Folder of the run's CURVE keys, or the key file of one process; None if peers need no keys."""
         return self.security.keys if isinstance(self.security.keys, Path) else self.made_keys
 
     @property
     def made_keys(self) -> Path | None:
-        """Folder with the keys that April makes for the run; None where it makes none."""
+        """Folder with the CURVE keys that April makes for the run; None if it makes none."""
         folder = self.run_dir / RUN_KEYS
         return folder if self.security.keys == AUTO and (self.broker.bind != IPC or folder.exists()) else None
 

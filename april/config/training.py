@@ -98,7 +98,7 @@ class AlgorithmSection(Section):
         1.0,
         gt=0,
         description="Factor on the whole loss, for a source with its own algorithm ([data.sources.algorithm]): a high "
-        "value follows it more than the others.",
+        "value makes the policy follow this source more than the others.",
     )
     kl_coef: float = Field(
         0.0,

@@ -101,7 +101,8 @@ def check_external_weights(config: Config) -> None:
 
 
 def check_transport(config: Config, engine: Any) -> None:
-    """Refuse a transport that cannot take in the servers of the engine's entry `engine`."""
+    """Refuse a transport that the engine's inference servers cannot join, or one without forwarding if
+    `weights.channel_size` asks for chains. `engine`: the engine's registry entry."""
     transports = registry_of("weights.transport")
     check_on_device(config, engine)
     if config.weights.channel_size > 1 and not transports.find(config.weights.transport).forwards:

@@ -17,9 +17,9 @@ class WorkerSection(Section):
     )
     engine: str = Field(
         "torch",
-        description="Generation engine: torch (in the worker's process; slow on large models), transformers (any model "
-        "that transformers has a class for; slower), sglang, vllm, or yours as package.module:Class. Servers are "
-        "configured under [engine].",
+        description="Generation engine: torch (in the worker's process; slow on large models), transformers (any "
+        "model that transformers has a class for; slower), paced (imitates the speed of engine.pace), sglang, vllm, "
+        "or yours as package.module:Class. Servers are configured under [engine].",
     )
     slots: int = Field(
         64,
@@ -206,8 +206,8 @@ class ScorerSection(Section):
 
 
 class TeacherSection(Section):
-    """A model that teaches the policy at each token. Scorers ask it for the log-probabilities of the sampled tokens,
-    the token score of its name (`reward.where = "scorer"`); or the learner holds it."""
+    """A model that teaches the policy at each token. Either scorers (`reward.where = "scorer"`) ask it for the
+    log-probabilities of the sampled tokens, which become a token score called NAME; or the learner holds it."""
 
     kind: str = Field(
         "transformers",

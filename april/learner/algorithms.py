@@ -66,8 +66,8 @@ class Algorithms:
         """The scoring passes that any of these objectives needs."""
         turn_rewards = {self.objectives[number].section.turn_reward for number in self.of_source}
         self.turn_reward = turn_rewards.pop() if len(turn_rewards) == 1 else ""
-        """The token score that is the reward of turns in all sources; "" if it is another in some, whose figures are
-        those by source then."""
+        """The token score that is the reward of turns in all sources; "" if sources differ, since metrics of turns are
+        then by source alone."""
 
     def prepare(self, batch: TrainingBatch) -> Prepared:
         """Advantages, token weights, minibatches and metrics of a batch; a pure function of batch and configuration."""

@@ -241,8 +241,8 @@ def reach_of_mask(
 
 
 def register(compiled: bool = False) -> str:
-    """Register packed attention with transformers; returns the name to pass as `attn_implementation`. With `compiled`
-    the name is for layers that are compiled, which call it as it is."""
+    """Register packed attention with transformers; returns the name to pass as `attn_implementation`. `compiled`: the
+    name is for layers under torch.compile, which call packed attention without compiling it."""
     name = COMPILED_NAME if compiled else NAME
     AttentionInterface.register(name, torch.compiler.disable(packed_attention) if compiled else packed_attention)
     AttentionMaskInterface.register(name, reach_of_mask)

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 SCORES_PER_BLOCK = 2**25
 """Most attention scores that exist at once where they are written out (128 MiB in fp32)."""
 QUERIES = 512
-"""Queries of a window that are computed at once, if it is no longer than that: with fewer, blocks cost more than the
-scores that they save."""
+"""Least number of queries in a block of sliding-window attention, however short the window: smaller blocks take longer
+than computing the scores that they save."""
 FLEX_BLOCK = 128
 """Tokens in a block of flex attention."""
 
@@ -113,7 +113,8 @@ def each_sequence(
     scaling: float | None,
     variant: Variant = PLAIN,
 ) -> Tensor:
-    """[1, T, H, E] of packed attention, by one product for each sequence, or one for each block of its queries."""
+    """Output [1, T, H, E] of packed attention: one attention call for each sequence, or for each block of its
+    queries."""
     if query.device.type != "cpu" or variant.is_written_out:  # elsewhere only such kernels avoid the whole square
         key, value = all_heads(key, query.shape[1]), all_heads(value, query.shape[1])
     parts = zip(*(tensor.split(seq_lens, dim=2) for tensor in (query, key, value)), strict=True)
@@ -274,8 +275,8 @@ class WithSinks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """The sink takes the chance exp(sink - sums) from each query, so its gradient is minus that chance times
-        gradient and output's inner product."""
+        """Each query gives its sink the probability exp(sink - sums), so the sink's gradient is the sum over queries of
+        minus that probability times the inner product of gradient and output."""
         q, k, v, sinks, output, sums = ctx.saved_tensors
         gradients = ctx.backward_pass(gradient, q, k, v, output, sums)
         products = (gradient.to(sums.dtype) * output.to(sums.dtype)).sum(-1).T

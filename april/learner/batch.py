@@ -248,7 +248,7 @@ def encode(batch: TrainingBatch) -> bytes:
 
 
 def stacked(columns: list[np.ndarray]) -> bytes:
-    """Columns [R] or [R, W] of rows as one of the largest W, float32; what is missing is NaN."""
+    """Columns [R] or [R, W] of several rows, concatenated as float32 [sum of R, largest W]; missing values are NaN."""
     columns = [column.reshape(len(column), -1) if len(column) else column.reshape(0, 0) for column in columns]
     width = max(column.shape[1] for column in columns)
     gaps = (((0, 0), (0, width - column.shape[1])) for column in columns)

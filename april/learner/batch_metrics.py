@@ -14,7 +14,7 @@ from april.learner.turns import turn_metrics
 MAX_VERSIONS = 64
 """Newest policy versions with a `version_share_STEP` of their own, which bounds the number of metrics of a step."""
 BY_SOURCE = ("reward", "samples", "tokens", "groups", "zero_spread_groups", "gradient_groups")
-"""Figures that a run with several sources also has of each."""
+"""Names of the metrics that a run with several sources also reports for each source."""
 
 
 def batch_metrics(
@@ -56,7 +56,7 @@ def metrics_by_source(
 
 
 def hinted_share(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Share of the samples on which the policy teaches itself, 0 to 1; none where it does on no sample."""
+    """Share of the samples on which the policy teaches itself, 0 to 1; no metric if there is no such sample."""
     hinted = sum(len(sample.hinted_prompt) > 0 for sample in samples)
     return {"hinted_share": hinted / len(samples)} if hinted else {}
 

@@ -69,8 +69,8 @@ class CheckpointPart:
         return state
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Update the model and the optimizer after values were loaded into the tensors of `state()`; the model's own
-        are among those here."""
+        """Have the optimizer take over values that were loaded into the tensors of `state()`. The model's parameters
+        are among these tensors, and need nothing more."""
         self.optimizer.loaded()
 
 

@@ -37,7 +37,7 @@ from april.util.files import replace_file
 from april.wire.message import Version
 
 ORDER_FILE = "conversations.json"
-"""File of the run folder with what determines the conversations of each batch."""
+"""File of the run folder that records the sources and settings which determine the conversations of each batch."""
 
 
 class BatchConversations:
@@ -110,8 +110,8 @@ class ConversationLoss:
     def micros(
         self, samples: Sequence[TrainSample], minibatches: int, costs: Sequence[float]
     ) -> list[list[ConversationMicroBatch]]:
-        """This rank's micro-batches in each of `minibatches` optimizer steps; every rank has equally many. `costs`: of
-        each sample."""
+        """This rank's micro-batches in each of `minibatches` optimizer steps; every rank has equally many. `costs`:
+        cost of each sample, as for `packing.plan`."""
         return [self.planned(samples[number::minibatches], costs[number::minibatches]) for number in range(minibatches)]
 
     def planned(self, samples: Sequence[TrainSample], costs: Sequence[float]) -> list[ConversationMicroBatch]:

@@ -1,4 +1,5 @@
-"""Advantages that are known before a batch's training step: from the numbers of its samples, one for each row."""
+"""Advantages that are known before a batch's training step, one for each row, from the rewards and lengths of its
+samples."""
 
 from collections.abc import Callable, Sequence
 
@@ -37,8 +38,8 @@ def compared_rewards(groups: list[list[SampleForks]], section: AlgorithmSection)
 
 
 def part_values(groups: list[list[SampleForks]], parts: Sequence[str]) -> list[Tensor]:
-    """Values of each group's samples, float64 [n, P + 1]: of the P parts of the reward, then the reward itself where a
-    sample of the group lacks a part, as one that another verifier has scored; 0 for what does not count."""
+    """Values that `gdpo` compares in each group, float64 [n, P + 1]: the P parts of the reward, then 0; or P zeros,
+    then the reward, if a sample of the group lacks a part because another verifier has scored it."""
 
     def values(rows: SampleForks, are_known: bool) -> list[float]:
         details = rows[0].details

@@ -115,10 +115,11 @@ class Critic:
         """Advantages [K], not whitened. The reward comes with the last token of a response, that of a turn with the
         turn's last token; with `critic.kl_coef` each token's KL to the reference model is subtracted from it.
 
-        Rewards and values times the turn's scale, and advantages over it, are those of a discount that is
-        `algorithm.turn_discount` times `critic.gamma` after the last token of a turn, for any estimator that is linear
-        and looks at later tokens alone. A scale is relative to the first of at most `turns_in_range` turns, whose
-        advantages are taken from one call of the estimator, so that no scale is too small to divide by.
+        With rewards of turns, the discount after the last token of a turn is `critic.gamma` times
+        `algorithm.turn_discount`. The estimator knows `critic.gamma` alone, so it gets rewards and values multiplied by
+        a scale, turn_discount^(turn's number), and its advantages are divided by the scale; that is exact for an
+        estimator that is linear and looks at later tokens alone. One call covers at most `turns_in_range` turns, and
+        scales are relative to the first of them, so that no scale is too small to divide by.
         """
         scores, last = tokens.scores, tokens.spans.lengths.long().cumsum(0) - 1
         rewards = torch.zeros_like(scores["values"]).index_put_((last,), tokens.rewards)

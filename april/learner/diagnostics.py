@@ -12,7 +12,7 @@ AGES = 9
 BY_AGE = ("k1", "k3", "clip_fraction", "mask_fraction", "truncated_fraction", "ratio_mean", "weight_mean")
 MEANS = ("entropy", *BY_AGE)
 OPTIONAL = ("reference_kl", "teacher_kl", "teacher_divergence", "teacher_top_k_mass")
-"""Means over the tokens that only some runs have."""
+"""Names of token means that only some runs have, each over those tokens that have a value."""
 SUMS = ("tokens", *MEANS, "ratio_square", "weight_square", *OPTIONAL, *(f"{name}_tokens" for name in OPTIONAL))
 BY_SOURCE = ("entropy", "k1", "k3", "clip_fraction", "mask_fraction")
 EFFECTIVE = {"ess": ("ratio_mean", "ratio_square"), "weight_ess": ("weight_mean", "weight_square")}

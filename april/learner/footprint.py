@@ -50,7 +50,7 @@ class Footprint:
     largest_bytes: float
     """The most that a single layer keeps, bytes per token."""
     sharers: int
-    """Most ranks of `SHARERS` that can share a row of the model."""
+    """Largest number of ranks among `SHARERS` that can share a packed row of the model (context parallelism)."""
 
 
 def footprint(

@@ -70,8 +70,9 @@ class PackedProduct(torch.autograd.Function):
 
 
 def hold_frozen(lm: nn.Module, form: str) -> None:
-    """Hold the frozen parameters of `lm`, which are on the meta device, as `lora.base` says, in place. In NF4 are the
-    linear layers inside the layers whose rows are whole blocks; what else is frozen is in bfloat16."""
+    """Hold the frozen parameters of `lm`, which are on the meta device, as `lora.base` says, in place. With "nf4",
+    linear layers of the decoder layers are held in NF4 if their rows are whole blocks, and all other frozen parameters
+    in bfloat16."""
     if form == "fp32":
         return
     for module in text_model(lm).layers.modules() if form == "nf4" else ():

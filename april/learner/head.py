@@ -148,7 +148,8 @@ def gradient_of(
 
 @cache
 def fused(function: Callable) -> Callable:
-    """`function`, compiled on its first call to one pass or few over its inputs, of any number of rows."""
+    """`function`, compiled on its first call for any number of rows, so that it reads its inputs in one pass or a
+    few."""
     return torch.compile(function, dynamic=True)
 
 

@@ -334,7 +334,7 @@ class FileTensor:
 
 
 class WithoutCopies(TorchFunctionMode):
-    """Context in which a view stays one where torch would copy its values into consecutive memory."""
+    """Context manager in which `Tensor.contiguous` returns the tensor itself, so that a view stays a view."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
@@ -401,8 +401,8 @@ def read_rows(tensor: Any, rows: slice) -> Tensor:
 
 @torch.no_grad()
 def assign(lm: nn.Module, name: str, target: Tensor, value: Tensor) -> None:
-    """Store `value`, this rank's rows, as the tensor `name` of `lm`, in the dtype and on the device of `target`, in NF4
-    where that is of bytes."""
+    """Store `value`, this rank's rows, as the tensor `name` of `lm`, in the dtype and on the device of `target`; packed
+    in NF4 if `target` is uint8."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if not local.is_meta:
         local.copy_(value)

@@ -39,7 +39,8 @@ class Publication(Protocol):
     """Publishes the weights of each new step, beginning with those that a run starts from."""
 
     def publish(self) -> dict[str, float]:
-        """Begin with the trainer's current weights; returns metrics, in seconds. Collective."""
+        """Start to publish the trainer's current weights; returns metrics: seconds of each part of the work.
+        Collective."""
 
     def finish(self) -> dict[str, float]:
         """Wait until the publication is done; returns its metrics."""

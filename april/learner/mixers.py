@@ -2,8 +2,8 @@
 exact for packed sequences: such a mixer is called once a sequence, on its slice of the row.
 
 A mixer is found by its structure, not by a model's name: within a layer, a module that convolves, or that takes a cache
-although nothing in it attends through transformers' interface. What mixes tokens in another way, the proof of a model
-finds (`april/learner/policy`).
+although nothing in it attends through transformers' interface. A layer that mixes tokens in another way is found when
+the model is compared with transformers' (`april/learner/policy`).
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -246,8 +246,8 @@ def gather_bucket(
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU. An accelerator's comes into page-locked memory, which torch uses again once it is free. It
-    is there after `await_copies`."""
+    """The tensor on the CPU. From an accelerator it is copied in the background into page-locked memory, which torch
+    reuses once it is free; the values are valid after `await_copies`."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

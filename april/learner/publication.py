@@ -57,13 +57,14 @@ class DividedSending:
         else:
             self.ends = PartSender(config.weights, group, device, self.merger)
         self._is_alone = self._has_gathered = False
-        """Whether rank 0 sends all weights after all; whether a version has been gathered. Known on rank 0."""
+        """Whether rank 0 has taken over the sending of all weights; whether a version has been gathered. Meaningful on
+        rank 0 only."""
 
     @classmethod
     def start(cls, trainer: Trainer, publisher: WeightPublisher | None) -> "DividedSending | None":
-        """None if rank 0 gathers and sends all weights: with `weights.senders` = "rank_0", one rank, a
-        model whose files have its weights in another form, or workers that not every rank reaches; with "auto" also
-        where inference servers receive. Collective."""
+        """Set up sending in parts. Returns None if rank 0 gathers and sends all weights: with `weights.senders` =
+        "rank_0", one rank, a model whose files have its weights in another form, or workers that not every rank
+        reaches; with "auto" also where inference servers receive. Collective."""
         config = trainer.config
         transport, senders = TRANSPORTS.find(config.weights.transport), config.weights.senders
         if senders == "rank_0" or dist.get_world_size() == 1:

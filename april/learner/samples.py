@@ -127,7 +127,8 @@ class SampleWriter:
             self._writing = in_background(self._write, batch, advantages, scores, nonfinite)
 
     def keep_untrained(self, step: int, groups: list[ReceivedGroup]) -> None:
-        """Start writing groups that came with batch `step`, or after the last batch, whose own samples are not kept."""
+        """Start writing the untrained groups that came with batch `step`, of which no trained samples are kept, or
+        after the last batch."""
         self.finish()
         if self.works and groups:
             self._writing = in_background(self._put, step, [], groups)

@@ -30,8 +30,8 @@ class Teacher:
     """A model that the policy is compared with."""
 
     def __init__(self, model: nn.Module, cost: Cost, by_hint: bool = False):
-        """`model` returns `HeadInputs` of a micro-batch where it is asked for them; `cost` is that of its passes;
-        `by_hint`: it is the policy, which teaches only where it sees a hint."""
+        """`model` returns `HeadInputs` of a micro-batch if called with `inputs_alone`; `cost`: cost of its forward
+        pass; `by_hint`: the model is the policy itself, which teaches only at targets whose prompt has a hint."""
         self.model, self.cost, self.by_hint = model, cost, by_hint
 
     @classmethod

@@ -340,8 +340,8 @@ class Trainer:
     def with_critic_advantages(
         self, critic: Critic, micros: list[TrainMicroBatch], prepared: Prepared
     ) -> tuple[list[TrainMicroBatch], dict[str, float]]:
-        """Copies of `micros`, those of objectives that need values with per-token advantages from the critic, and their
-        metrics; the mean advantage of each sample is stored in `prepared`. Collective."""
+        """(`micros`, metrics of the advantages): micro-batches whose objective needs values are replaced by copies with
+        per-token advantages from the critic. Stores the mean advantage of each sample in `prepared`. Collective."""
         valued = [micro.objective.needs_values for micro in micros]
         known, metrics = critic.estimate(
             [micro.tokens if wanted else None for micro, wanted in zip(micros, valued, strict=True)]
@@ -358,8 +358,8 @@ class Trainer:
     def with_norm_advantages(
         self, objective: Objective, micros: list[TrainMicroBatch], prepared: Prepared
     ) -> list[TrainMicroBatch]:
-        """Copies of `micros`, those of an objective with advantages from the gradient norm of each response, which are
-        also stored in `prepared`. Collective."""
+        """`micros`, in which those of `objective` are replaced by copies with advantages from the gradient norm of each
+        response. Stores these advantages in `prepared` too. Collective."""
         lengths = [float(input_tokens(sample)) for sample in prepared.samples]
         objectives = [self.algorithms.objectives[number] for number in prepared.objectives]
         groups = [group for group in prepared.spread_groups if objectives[group[0][0]] is objective]
@@ -382,9 +382,9 @@ class Trainer:
     def with_contexts(
         self, objective: Objective, micros: list[TrainMicroBatch], observe: TokenObserver
     ) -> list[TrainMicroBatch]:
-        """Copies of `micros`, those of an objective with the clip bounds, proximal policy and corrections computed over
-        all of them, from their log-probabilities before the first optimizer step, which `observe` records.
-        Collective."""
+        """`micros`, in which those of `objective` are replaced by copies with a `BatchContext`: inputs of the loss that
+        are computed over the whole batch from log-probabilities before the first optimizer step, which `observe`
+        records. Collective."""
         scored = []
         for micro in micros:
             if micro.tokens is not None and micro.objective is objective:

@@ -218,8 +218,8 @@ def in_buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 class MessageMemory:
-    """Memory for the messages of a bucket, which those of the next one use again once it has arrived. Memory of their
-    own would stay with the process, in pieces of many sizes."""
+    """Memory for the messages of one bucket at a time, reused by the next bucket once this one has arrived. New
+    allocations for each message would fragment the memory of the process."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)

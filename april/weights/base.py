@@ -65,7 +65,7 @@ class BaseWeights:
         return f"{total:08x}" if self.tensors else ""
 
     def only(self, names: Iterable[str]) -> "BaseWeights":
-        """Some of the tensors."""
+        """The base model's tensors of these names only."""
         some = BaseWeights(self.folder)
         some.tensors = {name: self.tensors[name] for name in names}
         return some
@@ -73,7 +73,7 @@ class BaseWeights:
     def merged(
         self, version: Version, adapter: Adapter, trained: Mapping[str, Tensor], canary: Canary | None = None
     ) -> Snapshot:
-        """All weights of a version, packed one after the other as they are merged."""
+        """All weights of a version as a packed snapshot; each tensor is merged just before it is packed."""
         named = (
             (name, tensor) for name, tensor in self.tensors.items() if name in trained or name not in adapter.without
         )
@@ -96,12 +96,12 @@ class BaseWeights:
 
 
 class PartMerger:
-    """Merges a part of the complete weights on each rank of a learner, which has the files of the base model; rank 0
-    gives it what is trained."""
+    """Merges a rank's part of the complete weights. Every rank of the learner has the base model's files; rank 0 sends
+    it the trained tensors of its part."""
 
     def __init__(self, base: BaseWeights, names: Sequence[Sequence[str]], has_checksums: bool):
-        """`names`: of the tensors that each rank merges. `has_checksums`: whether parts have the checksums of their
-        tensors in an inference server."""
+        """`names`: by rank, the names of the tensors that it merges. `has_checksums`: whether to compute the checksums
+        that the tensors will have in an inference server."""
         self.base, self.names, self.has_checksums = base, names, has_checksums
 
     def trained_for(self, rank: int, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -117,7 +117,8 @@ class PartMerger:
 
 
 def with_parts(name: str) -> tuple[str, str, str]:
-    """Names of a tensor that is trained whole, and of the two of an adapter beside it."""
+    """Names of the trained tensors that may change the weight `name`: `name` itself if it is trained whole, else its
+    adapter's A and B."""
     layer = name.removesuffix(".weight")
     return name, f"{layer}.{DOWN}", f"{layer}.{UP}"
 

@@ -100,15 +100,15 @@ def added_evidence(evidence: float, excess: float) -> float:
 
 CHANGED_SHARE = 1 / 12
 """Share of values that `rounded_otherwise` raises by a unit in the last place, and share that it lowers. The variance
-is that of the difference of two roundings, each uniform within half a unit: 2/12 of a squared unit."""
+of this change, 2/12 of a squared unit, is that of the difference of two roundings, each uniform within half a unit."""
 BFLOAT16_MANTISSA_BITS = 8
 """Bits of bfloat16's mantissa, with the one that is not stored."""
 
 
 @contextmanager
 def rounded_otherwise(model: "nn.Module") -> Iterator[None]:
-    """Within the block, let the layers of `model`, and its modules that have parameters, give their results as another
-    computation in bfloat16 could have rounded them. The difference in what the model computes is what rounding does.
+    """Context manager in which the results of `model`'s layers, and of its modules with parameters, are perturbed as if
+    another bfloat16 computation had rounded them. The change of the model's output is the effect of rounding.
 
     Changes are drawn from a fixed seed, so ranks that compute the same values change them in the same way.
     """

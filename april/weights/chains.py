@@ -1,9 +1,9 @@
 """Chains of workers: the learner sends a version to the first worker of a chain, and each forwards it to the next.
 
-Every worker has its channel to the learner all the same. Links between workers are made beside these, and a transfer
-goes over them if the workers of a chain are ready at the same time and take the version in the same form. Who is not,
-or has come in between, gets the version from the learner. What fails between two workers costs the channel of the one
-that receives, and those behind it in the same transfer.
+Every worker in a chain still has a channel to the learner; links between workers are additional. A transfer uses them
+if the workers of a chain are ready at the same time and take the version in the same form. A worker that is not ready,
+or that joined the chain meanwhile, gets the version from the learner. A failure between two workers ends the channel of
+the receiver, and the channels of those behind it in the same transfer.
 
 A worker forwards what it receives of a version bucket by bucket, while the rest still arrives:
 
@@ -43,10 +43,12 @@ from april.weights.transports import Link, Received, Transport
 log = logging.getLogger(__name__)
 
 CLAIM_S = 0.5
-"""Longest wait of a worker's channel for the head of its chain to send a new version, before it sends itself."""
+"""Longest time that the learner waits for the head of a chain to forward a new version to a worker, before it sends the
+version to that worker itself (seconds)."""
 
 BUCKETS_PER_WORKER = 16
-"""Least number of buckets of the largest part, for each worker of a chain, unless they would be too small."""
+"""Least number of buckets that the largest part is divided into, per worker of a chain, unless they would be smaller
+than `LEAST_FORWARDED_BYTES`."""
 LEAST_FORWARDED_BYTES = 2**18
 """Smallest size of forwarded buckets; each costs processor time in every worker."""
 
@@ -113,8 +115,9 @@ class Chains:
             channel.is_linked = True
 
     def claim(self, head: WeightChannel, snapshot: Snapshot, form: Callable[[WeightChannel], DeltaBase | None]) -> int:
-        """Claim the workers behind a head that are ready for a version, and take it in the head's form, as deltas to
-        `form(channel)`; returns the number of workers that get the version along the chain, the head included."""
+        """Have a chain's head forward a version to the workers behind it, up to the first that is not ready for it or
+        needs another form: `form(channel)` is the base of the delta it takes, None for the whole version. Returns the
+        number of workers that get the version along the chain, the head included."""
         delta_to, members = form(head), list[WeightChannel]()
         for member in list(chain_from(head))[1:]:
             is_ready = member.is_linked and member.state == "ready" and member.acknowledged != snapshot.version

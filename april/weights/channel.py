@@ -88,7 +88,7 @@ class ChannelFollow(Message):
 
 
 class ChannelLinked(Message):
-    """Whether the worker has met the one before it in its chain."""
+    """Whether the worker has connected to the one before it in its chain."""
 
     channel: str
     upstream: str
@@ -113,7 +113,7 @@ class ChannelAlive(Message):
 
 
 CLOSED = -1
-"""Value of a descriptor that is closed."""
+"""Stands for a closed file descriptor."""
 
 
 class TensorHead(msgspec.Struct, array_like=True, frozen=True):
@@ -134,8 +134,8 @@ class WeightPart(msgspec.Struct, array_like=True, frozen=True):
     digest: str = ""
     """SHA-256 of the bytes (`april.weights.snapshot.digest`); "" if only the delta comes."""
     delta_digest: str = ""
-    """The same of the part's delta, which comes in its place; "" if the part is whole, or what the delta makes of the
-    base has `digest`."""
+    """SHA-256 of the delta's bytes, if the part is sent as a delta and checked by it; "" if the part is sent whole, or
+    the result of applying the delta is checked by `digest`."""
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True):
@@ -276,7 +276,7 @@ class WeightChannel:
     link: str = ""
     """Name of the links to the worker before it in its chain; "" without one."""
     is_linked: bool = False
-    """Whether the worker has met the one before it in its chain."""
+    """Whether the worker has connected to the one before it in its chain."""
     is_alone: bool = False
     """Whether the worker could not connect to another one, and stays out of chains."""
     claim: Any = None
@@ -386,9 +386,9 @@ def transfer(
     """Broadcast uint8 buckets from the learner to the worker, which receives them in place, by `deadline` (Unix time,
     s). `received` is called with each bucket that is through. Raises RuntimeError or TimeoutError.
 
-    `stream`: of the accelerator whose memory the buckets pass through; nothing else uses it, so that transfers wait for
-    nothing that trains or generates there, nor for another channel. None: they stay on the CPU. Several broadcasts
-    overlap: gloo does a round trip for each, which takes longer than a bucket on a slow route.
+    `stream`: CUDA stream of this channel alone, on the accelerator whose memory the buckets pass through, so that
+    transfers wait neither for training or generation there nor for another channel. None: buckets stay on the CPU.
+    Several broadcasts overlap: gloo does a round trip for each, which takes longer than a bucket on a slow route.
     """
     import torch
 

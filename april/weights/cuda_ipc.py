@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLOT_BYTES, SLOTS = 2**25, 2
-"""Bytes that are copied at a time, enough for the wait for each copy to be small beside it; slots of a ring."""
+"""Bytes of a slot, so many that waiting for a copy takes little of the time of the copy itself; number of slots in a
+ring."""
 
 
 class CudaIpcTransport(SharedMemoryTransport):
@@ -88,7 +89,8 @@ class CudaIpcTransport(SharedMemoryTransport):
 
 
 def uuid_of(index: int) -> str:
-    """Identity of an accelerator, whatever number it has in a process."""
+    """UUID of this process's accelerator number `index`; other processes may know the same accelerator by another
+    number."""
     import torch
 
     return str(torch.cuda.get_device_properties(index).uuid)

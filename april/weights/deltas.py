@@ -40,7 +40,7 @@ BLOCK_BYTES = 2**24
 COMPARED_VALUES = 2**18
 """Values of a block that are compared at a time: the result stays in the processor's cache."""
 LEVEL = 1
-"""Level of zstd's compression: 3 takes longer and saves nothing here."""
+"""Compression level of zstd; level 3 takes longer and saves nothing on these payloads."""
 MOST_SPARSE = 0.5
 """Largest share of changed values in a sparse block: there the XOR of all values becomes smaller (measured on values
 that are one unit in the last place apart)."""
@@ -93,8 +93,8 @@ def apply_delta(
     in_place: Tensor | None = None,
 ) -> tuple[list[TensorHead], Tensor]:
     """The tensors that a file of deltas, uint8 [bytes], makes of `base`, packed; `base` stays as it is unless
-    `in_place` is given, the buffer in which those of `part` lie. Raises SnapshotError if they are not the learner's, or
-    not those of `part`, a trusted description."""
+    `in_place` is given, the buffer in which those of `part` lie. Raises SnapshotError if the resulting tensors differ
+    from the learner's, or from the description `part`, which is trusted."""
     content = memoryview(data.numpy())
     try:
         (length,) = LENGTH.unpack(content[: LENGTH.size])
@@ -191,7 +191,8 @@ def decode(form: str, payload: memoryview, old: np.ndarray | None, into: np.ndar
 
 
 def planes(values: np.ndarray) -> bytes:
-    """The first byte of every value, then the second of every value, and so on."""
+    """Bytes of values regrouped by significance: the first byte of every value, then the second of every value, and so
+    on."""
     return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
 
 

@@ -55,7 +55,8 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"step_(\d{6,})-(\d+)")
 FILE_BYTES = 2**30
-"""Most bytes of tensors in a file, unless a single tensor is larger: files are read and checked beside each other."""
+"""Most bytes of tensors in a file, unless a single tensor is larger. Several files can be read and checked in
+parallel."""
 READERS = 4
 """Most files that a worker reads at a time."""
 CANARY_FILE = "canary.msgpack"
@@ -69,8 +70,8 @@ HEADER_ALIGNMENT_BYTES = 16
 LENGTH = struct.Struct("<Q")
 """Layout of the header's length, with which a safetensors file begins."""
 WAITS_OF_A_CALL = 2
-"""Timeouts after which a call to a store that never answers is given up: it sees only after a second one that no bytes
-have come since the first."""
+"""Number of timeouts that a call to an unresponsive store takes before it gives up: only the second one shows that no
+bytes have arrived since the first."""
 KEPT = 2
 """Number of the newest snapshots announced to the broker, which are never removed."""
 
@@ -111,8 +112,9 @@ class SnapshotFolders:
 
     @classmethod
     def to_read(cls, config: Config) -> "SnapshotFolders":
-        """The same for a worker. A call that gets no bytes is given up within `weights.transfer_deadline_s`, and is not
-        retried: the worker uses another snapshot, and tries this one again."""
+        """The snapshots of a run, for a worker that reads them. A call that gets no bytes is given up within
+        `weights.transfer_deadline_s`, and is not retried: the worker uses another snapshot, and tries this one
+        again."""
         timeout_s = config.weights.transfer_deadline_s / WAITS_OF_A_CALL
         return cls(ObjectStore(url_of(config), min(TIMEOUT_S, timeout_s), ()), config.weights.delta != "off")
 

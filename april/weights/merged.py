@@ -1,5 +1,5 @@
-"""Complete weights of a version that trains an adapter, for workers that do not have its base model: rank 0 merges
-them, or each rank of the learner that sends merges a part."""
+"""Complete weights of a version in a run that trains an adapter, for workers that do not have its base model. Learner
+rank 0 merges them, or each rank that sends merges a part."""
 
 import logging
 import threading
@@ -22,13 +22,14 @@ class MergedSnapshots:
         self._making = threading.Lock()
         self._latest: Snapshot | None = None
         self._senders = 0
-        """Number of ranks that have merged a part of the latest."""
+        """Number of ranks that have each merged a part of `_latest`."""
 
     def form_for(
         self, channel: WeightChannel, snapshot: Snapshot, others: PartCommands | None, sends: bool = True
     ) -> Snapshot:
-        """The snapshot in the form that the channel's worker accepts: an adapter, or complete weights, of which this is
-        rank 0's part if `others` send, too. If it `sends` over the channel, they keep their parts until then."""
+        """The snapshot in the form that the channel's worker accepts: the adapter, or complete weights. With `others`,
+        the other sending ranks, the complete weights are merged in parts and this is rank 0's; if this version `sends`
+        over the channel, each other rank is told to hold its part for it."""
         if snapshot.adapter is None or self.base is None or channel.base == snapshot.adapter.base:
             return snapshot
         if not channel.transfers:

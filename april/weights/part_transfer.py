@@ -110,8 +110,8 @@ class DeltaBases:
         self._delta: PartDelta | None = None
 
     def followed_by(self, part: Snapshot, channels: Iterable[WeightChannel] | None = None) -> Snapshot:
-        """This rank's part of the next version, with its delta unless none of `channels` may take it (None: they are
-        not known). An adapter has none, since it is small."""
+        """This rank's part of the next version. It gets a delta to the last version, unless it is an adapter, which is
+        small, or no worker of `channels` may have kept the last version (None: assume that one has)."""
         last, self._last = self._last, part if self.are_kept and not part.adapter else None
         self._delta = None
         if last is None or self._last is None or last.version == part.version:
@@ -123,7 +123,8 @@ class DeltaBases:
         return SnapshotWithDelta(**vars(part), delta=delta)
 
     def release(self) -> None:
-        """Drop the version before the newest if no link has needed it, before memory for the next one is taken."""
+        """Free the version before the newest, if no link has computed a delta to it, before memory for the next version
+        is allocated."""
         delta, self._delta = self._delta, None
         if delta:
             delta.release()
@@ -191,8 +192,8 @@ def expected_in_server(channel: WeightChannel, snapshot: Snapshot) -> dict[str, 
 
 
 def copies_sent(channel: WeightChannel) -> int:
-    """Number of times that rank 0 itself sends what it broadcasts: over gloo its members of a binomial tree, of which
-    the root has one for each doubling of the group."""
+    """Number of copies of a broadcast that rank 0 itself sends. gloo broadcasts along a binomial tree, whose root sends
+    one copy for each doubling of the group."""
     return max(1, channel.server_ranks.bit_length()) if channel.backend == "gloo" else 1
 
 
@@ -206,7 +207,8 @@ class KeptWeights:
     name: DeltaBase
     tensors: Mapping[str, Tensor]
     buffers: Sequence[tuple[list[TensorHead], Tensor, "weakref.ref[np.ndarray]"]] = ()
-    """The tensors of each part, the buffer in which they lie, and what lives as long as somebody else uses them."""
+    """For each part: its tensors, the buffer in which they lie, and a weak reference that is dead once nobody else uses
+    them."""
 
     @classmethod
     def lend(cls, name: DeltaBase, parts: Sequence[Packed]) -> tuple[Self, dict[str, Tensor]]:

@@ -42,8 +42,8 @@ Answer = TypeVar("Answer")
 ALL = 0
 """Stands for all ranks but rank 0, in place of the number of one."""
 MAX_UNREACHED = 3
-"""Number of channels that workers join over rank 0's link alone, before any has joined over all links, after which the
-learner ends."""
+"""Number of channels joined over rank 0's link alone, with none joined over all links, after which rank 0 sends all
+weights or, with `weights.senders` = "all", the learner ends."""
 OVER = "the other ranks of the learner take no more commands"
 PIECE_BYTES = 16 << 20
 """Size of the messages in which a part goes from one rank to another."""
@@ -104,13 +104,13 @@ class EndSending(SendingCommand, frozen=True):
 
 
 class MergePart(SendingCommand, frozen=True):
-    """Merge this rank's part of the complete weights of a version that trains an adapter, in place of the newest one.
-    Each rank is sent what is trained of its part, and sends back the part's description."""
+    """Merge this rank's part of the complete weights of a version in a run that trains an adapter, and keep it as the
+    newest part. Each rank receives the trained tensors of its part, and sends back the part's description."""
 
     version: Version
     adapter: Adapter
     trained: list[list[TensorHead]]
-    """Heads of what the ranks from 1 on are sent."""
+    """Heads of the trained tensors that each rank receives, beginning with rank 1."""
 
 
 AnyCommand = OpenLink | HoldPart | SendPart | CloseLink | WithdrawPart | GivePart | MergePart | EndSending
@@ -119,24 +119,26 @@ Description: TypeAlias = tuple[WeightPart, dict[str, str]]
 """Description of a rank's part of a version: the part, and the checksums that its tensors have in an inference
 server."""
 DESCRIPTIONS = msgspec.msgpack.Decoder(Description | str)
-"""Decoder of what a rank says of its part, or why it has none."""
+"""Decoder of a rank's answer to `MergePart`: the description of its part, or the reason why it has none."""
 
 
 class PartCommands:
     """Sends commands from rank 0 to all other ranks, in order, in a thread."""
 
     def __init__(self, group: dist.ProcessGroup, merger: PartMerger | None = None):
-        """`group`: gloo group of all ranks that nothing else uses, with a timeout of days. `merger`: of a run that
-        trains an adapter."""
+        """`group`: gloo group of all ranks that nothing else uses, with a timeout of days. `merger`: this rank's, in a
+        run that trains an adapter; otherwise None."""
         self.group, self.merger = group, merger
         self.adapter_base = merger and merger.base.checksum
-        """Checksum of the model that a worker needs only an adapter of, which rank 0 sends; None without an adapter."""
+        """Checksum of the base model: to a worker that has it rank 0 sends the adapter alone. None in a run without an
+        adapter."""
         self.is_reached = False
         """Whether a worker has joined a channel over the links of all ranks."""
         self.unreached = 0
         """Number of channels that a worker has joined over rank 0's link, and not over those of the other ranks."""
         self._outbox: queue.SimpleQueue[tuple[AnyCommand, Future[Any] | None, Callable[[], Any]]] = queue.SimpleQueue()
-        """Commands, each with the future of what `exchange` returns; None: nothing follows the command."""
+        """(command, future of the result of `exchange`, `exchange`); the future is None for a command that ranks do not
+        answer."""
         self._closing = threading.Lock()
         self._is_over = False
         """Whether no more commands are sent."""
@@ -152,8 +154,8 @@ class PartCommands:
         self._outbox.put((command, None, lambda: None))
 
     def ask(self, command: AnyCommand, exchange: Callable[[], Answer]) -> Answer:
-        """Give a command, and return the result of `exchange`, which the thread calls then: it receives what the other
-        ranks send. Raises RuntimeError if a rank is gone, or nothing is published any more."""
+        """Send a command to all ranks, then return the result of `exchange`, which receives their answers; the thread
+        calls it. Raises RuntimeError if a rank is gone, or nothing is published any more."""
         answer: Future[Answer] = Future()
         with self._closing:
             if self._is_over:
@@ -162,7 +164,7 @@ class PartCommands:
         return answer.result()
 
     def collect(self, part: Snapshot) -> Snapshot:
-        """The whole of the newest version, of which `part` is rank 0's, from the parts that the other ranks keep."""
+        """The complete newest version, joined on rank 0 from its own `part` and the parts that the other ranks keep."""
         return self.ask(GivePart(), partial(received_parts, part, self.group))
 
     def merge(self, snapshot: Snapshot, adapter: Adapter) -> Snapshot:
@@ -187,7 +189,7 @@ class PartCommands:
         return replace(own, canary=snapshot.canary, others=parts, server_checksums=checksums)
 
     def _merge(self, command: MergePart, given: list[Snapshot]) -> tuple[Snapshot | str, list[Description | str]]:
-        """Rank 0's part, and what the others say of theirs."""
+        """Rank 0's merged part, and the other ranks' answers about theirs."""
         for rank, each in enumerate(given[1:], 1):
             send_bytes(each.data, rank, self.group)
         own = merged_or_why(self.merger, 0, command, given[0].heads, given[0].data)
@@ -229,7 +231,7 @@ class PartCommands:
 
 
 def received_parts(part: Snapshot, group: dist.ProcessGroup) -> Snapshot:
-    """The whole of a version, of which `part` is rank 0's, and the other ranks send theirs."""
+    """The complete version on rank 0, joined from its `part` and the parts that the other ranks send."""
     data = empty_buffer(sum(each.total_bytes for each in part.parts))
     own, *others = data.split([each.total_bytes for each in part.parts])
     own.copy_(part.data)
@@ -242,7 +244,8 @@ def received_parts(part: Snapshot, group: dist.ProcessGroup) -> Snapshot:
 def merged_or_why(
     merger: PartMerger | None, rank: int, command: MergePart, heads: list[TensorHead], data: Tensor
 ) -> Snapshot | str:
-    """A rank's part of the complete weights, of which `data` is what is trained, or why it cannot be merged."""
+    """A rank's part of the complete weights, merged from the packed trained tensors `data`; if that fails, the error's
+    text."""
     assert merger
     try:
         return merger.merged(rank, command.version, command.adapter, unpack(heads, data))
@@ -298,7 +301,8 @@ class PartSender:
         self._bases = DeltaBases(config.delta)
         self._links: dict[str, SendingLink] = {}
         self._gathers = self._withdrawals = 0
-        """Versions that this rank has begun to gather, and those before which rank 0 has withdrawn the one before."""
+        """Number of versions that this rank has begun to gather; number of times that rank 0 has withdrawn the version
+        before."""
         self._thread = PartThread("weights-part", self._run)
         self._thread.start()
 

@@ -43,7 +43,7 @@ class PublisherSocket:
         received: Callable[[bytes, wire.Message, KeyOwner], None],
         tick: Callable[[], None],
     ):
-        """`keys`, `broker`: as of the publisher. `received(route, message, peer)` is called for each message that a
+        """`keys`, `broker`: as in `WeightPublisher`. `received(route, message, peer)` is called for each message that a
         worker may send, `tick` after all that have arrived and every half second. Raises ConfigError."""
         own = load_keys(keys, "learner")
         allow_list = AllowList(keys / ALLOW_LIST) if keys else None

@@ -399,7 +399,7 @@ class LearnerConnection:
         in_background(report)
 
     def _wait_alive(self, work: Collection["Future[Any]"]) -> None:
-        """Wait until all of the work has ended; signs of life are sent meanwhile."""
+        """Wait until all futures in `work` are done; signs of life are sent to the learner meanwhile."""
         while wait(work, ALIVE_INTERVAL_S).not_done:
             self._send_alive()
             if self.chain.receives and self.socket.poll(0):

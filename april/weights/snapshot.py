@@ -34,7 +34,8 @@ DIGEST_BLOCK_BYTES = 2**22
 CHECKSUM_BLOCK_BYTES = 2**25
 """Bytes of an accelerator's memory whose checksum is computed at a time."""
 MIXERS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
-"""Odd factors that spread each bit of a word over all of it, with shifts between them."""
+"""Odd multipliers of `device_checksum`: together with shifts they spread each bit of a 64-bit word over the whole
+word."""
 MOST_THREADS = 8
 """Most threads of a process that hash, encode and decode blocks of weights."""
 
@@ -75,7 +76,7 @@ class Snapshot:
 
     @property
     def hashed_part(self) -> WeightPart:
-        """The same with their SHA-256, which the first call computes."""
+        """Description of the tensors in `data` with their SHA-256, which the first call computes."""
         return structs.replace(self.part, digest=self.digest)
 
     @property
@@ -304,8 +305,9 @@ def device_checksum(data: Tensor) -> str:
 
 @contextlib.contextmanager
 def on_threads() -> Iterator[Callable[..., "Future[Any]"]]:
-    """A function that has the process's threads for blocks of weights call another one: all links and parts share them.
-    When the context ends, so have the calls; those that have not begun after an error never do."""
+    """Context manager whose function `submit(f, *arguments)` calls `f` in the process's thread pool for blocks of
+    weights, shared by all links and parts, and returns a future. At its end all calls are done; after an error, those
+    that have not begun are cancelled."""
     submitted = list["Future[Any]"]()
 
     def submit(*work: Any) -> "Future[Any]":
@@ -406,7 +408,7 @@ def checksums_in_server(tensors: Mapping[str, Tensor], dtype: torch.dtype | None
 
 
 def fused_name(name: str) -> str:
-    """The server's name of the tensor of which the tensor `name` becomes a part there."""
+    """Name of the server's tensor that contains the model's tensor `name`, fused with others or alone."""
     owner, _, kind = name.rpartition(".")
     outer, _, module = owner.rpartition(".")
     return ".".join(filter(None, [outer, FUSED.get(module, module), kind]))

@@ -21,7 +21,8 @@ from april.wire.training import WeightFolder
 
 
 async def alone() -> None:
-    """Stands in for `StagedWeights.meet` where no other server receives with the engine's."""
+    """A `StagedWeights.meet` that returns at once, for an engine whose server receives weights in a group of its
+    own."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class StagedWeights:
     externally_loaded: "Future[None] | None" = None
     """For weights that the trainer loads into the server: future that is done once the trainer has loaded them."""
     meet: Callable[[], Awaitable[None]] = alone
-    """Function that waits until the servers that receive these weights in one group are all as far. It raises
-    EngineError if one of them is lost."""
+    """Function that waits until all servers that receive these weights in one process group are ready for them. It
+    raises EngineError if one of them is lost."""
 
 
 class WeightSource:

@@ -172,7 +172,7 @@ class OtherMachine(RuntimeError):
 
 
 FOR_OTHERS = "set weights.transport = 'collective' for others"
-"""End of a sentence about a transport between processes of one machine."""
+"""End of the error sentences of transports between processes of one machine: how to reach workers on other machines."""
 
 
 class SharedMemoryTransport(Transport):
@@ -203,7 +203,8 @@ class SharedMemoryTransport(Transport):
         return f"weights.transport = {self.config.transport!r}"
 
     def _admit(self, listener: socket.socket, deadline: float) -> "SharedMemoryLink":
-        """Wait for the worker, and give it memory."""
+        """Accept the worker's connection, and share memory with it (`_lend`). Raises OtherMachine if none comes by
+        `deadline`."""
         while (left_s := deadline - clock.now()) > 0:
             listener.settimeout(left_s)
             try:
@@ -219,7 +220,7 @@ class SharedMemoryTransport(Transport):
         )
 
     def _enter(self, address: bytes, timeout_s: float) -> "SharedMemoryLink":
-        """Go to the learner's socket, and get memory."""
+        """Connect to the learner's socket, and map the memory that it shares (`_borrow`). Raises OtherMachine."""
         peer, content, descriptors = socket.socket(socket.AF_UNIX), b"", list[int]()
         peer.settimeout(timeout_s)
         with contextlib.suppress(ConnectionRefusedError):
@@ -238,14 +239,14 @@ class SharedMemoryTransport(Transport):
             raise
 
     def _lend(self, peer: socket.socket) -> "SharedMemoryLink":
-        """Give memory to the worker, which is of this user."""
+        """Allocate shared memory, and send its descriptor to the worker."""
         with os.fdopen(os.memfd_create("april-weights"), "r+b") as memory:
             memory.truncate(SLOTS * SLOT_BYTES)
             socket.send_fds(peer, [FULL], [memory.fileno()])
             return SharedMemoryLink(peer, mapped(memory.fileno()))
 
     def _borrow(self, peer: socket.socket, content: bytes, descriptors: list[int]) -> "SharedMemoryLink":
-        """Take the memory that the learner's first message gives."""
+        """Map the shared memory whose descriptor came with the learner's first message."""
         with os.fdopen(descriptors[0], "r+b") as memory:
             return SharedMemoryLink(peer, mapped(memory.fileno()))
 
@@ -262,7 +263,7 @@ def user_of(peer: socket.socket) -> int:
 
 
 FULL = EMPTY = b"."
-"""Bytes that the learner sends for each slot that it has filled, and the worker for each slot that it has emptied."""
+"""Byte that the learner sends for each slot that it has filled, and the worker for each slot that it has emptied."""
 
 
 class SharedMemoryLink(Link):
@@ -320,7 +321,8 @@ class SharedMemoryLink(Link):
             yield next(slots)[: len(last)], last, bucket
 
     def _heard(self, deadline: float) -> int:
-        """Wait for word from the other side; returns the number of slots that it has filled or emptied."""
+        """Wait for a message from the other side; returns the number of slots that it has filled or emptied since the
+        last one."""
         self._peer.settimeout(channel.remaining_time(deadline).total_seconds())
         try:
             words = self._peer.recv(len(self._slots))

@@ -138,7 +138,7 @@ class ShardOptimizer(PartOptimizer):
         return self.inner.state[shard] if shard is not None and shard in self.inner.state else {}
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        """This rank's shard of a tensor in fp32, where the step is made: itself, or a copy."""
+        """This rank's shard of a tensor in fp32, on the device that computes the step: the shard itself, or a copy."""
         return (local(tensor).cpu() if self.on_host else local(tensor)).float()
 
     def _release(self) -> None:

@@ -97,7 +97,8 @@ LR_ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {
     None: lambda rows, columns: max(1.0, rows / columns) ** 0.5,
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
 }
-"""Factors of the learning rate for a matrix of so many rows and columns, by the name in torch.optim.Muon."""
+"""Function (rows, columns of a matrix) -> factor on its learning rate, by the value of torch.optim.Muon's
+`adjust_lr_fn`."""
 
 
 def orthogonalised_over_ranks(matrix: Tensor, iterations: int) -> Tensor:

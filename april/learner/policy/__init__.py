@@ -34,9 +34,9 @@ LENGTHS = (6, 72, 12)
 """Lengths of the sequences that are packed, in tokens; a model is passed all but the last one of each."""
 PASSED = sum(LENGTHS) - len(LENGTHS)
 TOLERANCE, ROUNDINGS = 1e-4, 4.0
-"""Differences from transformers' pass up to TOLERANCE count as rounding: of a log-probability in nats, of a gradient
-relative to its tensor's largest. Larger ones are allowed up to ROUNDINGS times the difference of transformers' own pass
-from that in float64, but not between two equal passes."""
+"""Allowed differences from transformers' pass: of log-probabilities in nats, of gradients relative to the largest of
+their tensor. Up to TOLERANCE a difference counts as rounding, and up to ROUNDINGS times the difference between
+transformers' pass and the same in float64. When the learner repeats a pass, only TOLERANCE is allowed."""
 ROUNDED = 0.5
 """Largest mean difference, nats, that rounding to bfloat16 may make of log-probabilities."""
 SMALL = 1e-3
@@ -140,8 +140,8 @@ def compared(model: PreTrainedModel, recompute: bool = False, bf16: bool = True)
 
 
 def rounded(policy: Policy, sequences: list[Tensor]) -> str:
-    """The objection to a policy in bfloat16, whose parameters become that, and to whose layers it is passed, as FSDP
-    does with them; buffers stay. Empty if its log-probabilities are near those in fp32."""
+    """Why the policy cannot be computed in bfloat16; empty if its log-probabilities are near those in fp32. As under
+    FSDP, its parameters and the inputs of its layers become bfloat16, in place, and buffers keep their dtype."""
     short = [each for each in sequences if len(each) < max(LENGTHS)]
     try:
         with torch.no_grad():
@@ -166,14 +166,14 @@ def rounded(policy: Policy, sequences: list[Tensor]) -> str:
 
 
 def in_bf16(layer: nn.Module, arguments: tuple, options: dict) -> Any:
-    """Hook before a layer's forward pass that makes all floating point it is passed bfloat16."""
+    """Forward pre-hook of a layer: converts its floating-point inputs to bfloat16."""
     return pytree.tree_map_only(
         Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, (arguments, options)
     )
 
 
 class Pass:
-    """A pass of a causal LM over all sequences, with what went into and came out of each of its modules."""
+    """A pass of a causal LM over all sequences, which records the inputs and outputs of each of its modules."""
 
     def __init__(self, lm: nn.Module, compute: Callable[[], Tensor], factors: Tensor | None = None):
         """`compute` passes sequences through `lm` and returns log-probabilities [K]; with `factors` [K], `gradients`
@@ -207,8 +207,8 @@ class Pass:
                 hook.remove()
 
     def distances(self, other: "Pass") -> dict[str, float]:
-        """Largest difference of log-probabilities (nats) under an empty name, and under its name of each gradient,
-        relative to its largest."""
+        """Largest differences between two passes: of log-probabilities (nats) under the name "", and of each gradient,
+        relative to its largest value, under its parameter's name."""
         found = {"": largest(self.logprobs - other.logprobs)}
         most = max(map(largest, other.gradients.values()), default=0.0)
         for name, theirs in reversed(other.gradients.items()):  # the first is nearest to its cause
@@ -217,8 +217,8 @@ class Pass:
         return found
 
     def culprit(self, name: str, other: "Pass") -> str:
-        """Words for the module to which a difference from another pass is due: that of a gradient's name, or the first
-        whose values differ although what it was passed does not."""
+        """Words for the module that causes a difference from another pass: for a gradient the module of its parameter
+        `name`, otherwise the first module whose outputs differ although its inputs agree."""
         if name:
             return f"the gradient of {name}, of its {self.place(name.rpartition('.')[0])} or of what follows,"
         for tolerance, name in product(ALIKE, self.outputs):
@@ -245,15 +245,15 @@ def largest(values: Tensor) -> float:
 
 
 def first_values(values: Any) -> list[Tensor]:
-    """The first tensor of floating point in what a module was passed or returned, with a row for each token."""
+    """The first floating-point tensor, if any, among a module's inputs or outputs, with a row for each token."""
     values = values.values() if isinstance(values, dict) else values if isinstance(values, tuple | list) else [values]
     floats = (each.detach() for each in values if isinstance(each, Tensor) and each.is_floating_point() and each.ndim)
     return [each[0] if each.shape[0] == 1 else each for each in floats][:1]
 
 
 def alike(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> bool:
-    """Whether values of all tokens, in one row or in several, agree up to a relative tolerance; also where they are
-    not of all tokens."""
+    """Whether two passes' values of a module agree up to a relative tolerance, however many calls they are from; True
+    if they cannot be compared, since they do not have one row for each token."""
     try:
         one, other = torch.cat(ours), torch.cat(theirs)
     except RuntimeError:
@@ -270,7 +270,8 @@ def logprobs_by_transformers(model: PreTrainedModel, sequence: Tensor) -> Tensor
 
 
 def logprobs_of(policy: Policy, sequences: list[Tensor]) -> Tensor:
-    """The same by the learner for packed sequences, one after the other, as in training."""
+    """Log-probabilities, float32 [K], of packed sequences' tokens after the first, as the learner computes them in
+    training."""
     return policy(packed_sequences(policy.lm, sequences))[0]
 
 

@@ -1,4 +1,5 @@
-"""Images for the proof of a model: runs of placeholders in its sequences, each an image of noise."""
+"""Images for the comparison of a model with transformers': runs of placeholders in its test sequences, each an image of
+noise."""
 
 from itertools import groupby
 from typing import Any

@@ -75,7 +75,7 @@ class ParallelLayout:
 
 @cache
 def copies_in(stage: int, stages: int, shares: int) -> Copies:
-    """The copies of a tensor of a stage, each divided among so many ranks."""
+    """The copies of a tensor that pipeline stage `stage` holds, one per replica, each divided among `shares` ranks."""
     return Copies(torch.arange(dist.get_world_size()).view(stages, -1, shares)[stage].tolist())
 
 
