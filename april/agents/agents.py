@@ -139,7 +139,7 @@ class Agents:
         self._give_back(lease_id, f"it took longer than agent.timeout_s = {self.section.timeout_s:g}")
 
     def _give_back(self, lease_id: int, error: str) -> None:
-        """Report a failed program: its sample starts from nothing."""
+        """Give back the session of a failed program; its sample will start again from nothing."""
         if session := self._forget(lease_id, "its agent has failed"):
             ids = {"group": session.lease.group, "sample": session.lease.index}
             log.warning("an agent has failed: %s", error, extra=ids)

@@ -27,7 +27,7 @@ REPLACEMENT_CHARACTER = "\ufffd"
 MAX_PENDING_CALLS = 64
 """Most calls of one session that may wait for answers at once."""
 LONG_CHARACTERS = 16_384
-"""Length of a conversation above which a thread tokenises it, so that the event loop goes on."""
+"""Characters of a conversation from which a thread tokenises it, so that the event loop is not blocked."""
 SendObservation = Callable[[int, int, np.ndarray, wire.TurnRequest, int], None]
 """Type of `BrokerLink.send_observation`: (lease id of the fork, start, tokens, request, parent fork)."""
 
@@ -92,13 +92,13 @@ class SessionImage(NamedTuple):
     """An image of a session's requests, which the broker has kept."""
 
     source: str
-    """Sha256 of the file that the agent has sent, in hex; a part of a message names the image by it."""
+    """Sha256, in hex, of the file that the agent has sent; message parts refer to the image by this hash."""
     name: str
-    """Sha256 of the prepared file, in hex."""
+    """Sha256, in hex, of the prepared PNG file that the broker keeps."""
     tokens: int
     """Number of tokens that the image takes."""
     kept_until: float
-    """Time by the event loop's clock up to which the broker keeps the image surely, also if no turn names it."""
+    """Time (seconds of the event loop's clock) until which the broker keeps the image even if no turn names it."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,8 @@ class ConversationTree:
         return turn
 
     async def with_prompt(self, call: PolicyCall) -> PolicyCall:
-        """The call with its prompt, which is rendered in a thread if it is long and will be needed whole: its history
-        is new, or was rewritten. Raises BadMessages."""
+        """Render a long call's whole prompt in a thread, if it will be needed because the history is new or was
+        rewritten; returns the call with that prompt, otherwise unchanged. Raises BadMessages."""
         size = sum(len(text) for message in call.messages for text in texts_of(message))
         if size < LONG_CHARACTERS or not self._renders_whole(call):
             return call
@@ -286,7 +286,8 @@ class ConversationTree:
         return turn
 
     def _continue_by_messages(self, call: PolicyCall) -> tuple[Turn | None, np.ndarray]:
-        """The turn that the call continues, by its messages, and the new observation, int32 [T]."""
+        """Find the turn that the call continues by comparing messages; returns it (None: a new conversation) and the
+        new observation, int32 [T]."""
         last = self._last_repeated_turn(call.messages)
         if last is None:
             return None, self._prompt_of(call)
@@ -296,7 +297,8 @@ class ConversationTree:
         return last, self.renderer.render_continuation(last.messages, new, call.tools, last.ids[-1], counts)
 
     def _continue_by_tokens(self, call: PolicyCall) -> tuple[Turn | None, np.ndarray]:
-        """The turn that the call continues, by its rendered tokens, and the new observation, int32 [T]."""
+        """Find the turn that the call continues by comparing the rendered tokens; returns it (None: a new conversation)
+        and the new observation, int32 [T]."""
         tokens, images = self._prompt_of(call), self._image_names(call.messages)
         complete = [turn for turn in self.turns if turn.complete and turn.end < len(tokens)]
         by_end = sorted(complete, key=lambda turn: (-turn.end, turn.end < self._fork_length(turn)))
@@ -304,7 +306,7 @@ class ConversationTree:
         return last, tokens[last.end :] if last else tokens
 
     def _is_prefix(self, turn: Turn, tokens: np.ndarray, images: list[str]) -> bool:
-        """Whether the conversation up to the end of the turn begins one with these tokens and images."""
+        """Whether a conversation with these tokens and images starts with the conversation up to the end of `turn`."""
         shown = self._images_up_to(turn)
         return np.array_equal(self._tokens_up_to(turn), tokens[: turn.end]) and shown == images[: len(shown)]
 
@@ -324,7 +326,8 @@ class ConversationTree:
         return [*before, *fork.turns[: turn.index + 1]]
 
     def _last_repeated_turn(self, messages: list[Message]) -> Turn | None:
-        """The turn whose answer is the last one that the messages repeat; of several, one without a following turn."""
+        """The turn with the last answer that the messages repeat; of several such turns one that no turn follows
+        yet."""
         complete = [turn for turn in self.turns if turn.complete and turn.messages is not None]
         by_length = sorted(complete, key=lambda turn: (-len(turn.messages or ()), turn.end < self._fork_length(turn)))
         return next((turn for turn in by_length if self._repeats_answer(turn, messages)), None)

@@ -19,7 +19,7 @@ from april.agents.listening import Addresses
 from april.config import AgentSection
 
 SESSION_KEY = re.compile(r"(\d{1,15})\.(\d{1,15})\.(\d{1,15})\.[\w-]+")
-"""Regular expression for an API key: group, index and lease id of the session, and a secret."""
+"""Regular expression for a session's API key: group, sample index and lease id of the session, and a secret."""
 FORWARDED_HEADER = "X-April-Passed-On"
 """Header of requests that another agents process has forwarded; they are not forwarded again."""
 HOP_BY_HOP_HEADERS = {
@@ -187,7 +187,8 @@ class SessionForwarder:
         return started[0] if started else None
 
     async def _watch_holder(self, session_id: SessionId) -> None:
-        """Return never; raise Refusal once no process holds the session."""
+        """Ask the broker every RECHECK_S whether a process holds the session. Never returns; raises Refusal once none
+        does."""
         while True:
             await asyncio.sleep(RECHECK_S)
             try:

@@ -79,7 +79,7 @@ class Gateway:
         self.forwarder: SessionForwarder | None = None
         """Forwards requests for sessions of other processes; None where there are none."""
         self.attach_key: AttachKey | None = None
-        """Key of the harnesses that take sessions; None where none does."""
+        """Key that authorizes external harnesses to take sessions; None if April runs the agent programs itself."""
         self.counts: Counter[str] = Counter()
         """Number of responses by HTTP status."""
         self.refusals: Counter[str] = Counter()
@@ -105,7 +105,8 @@ class Gateway:
         return key
 
     def dismiss(self, session: ConversationTree, status: int | None = OVER_STATUS) -> None:
-        """Close the session's key. `status`: HTTP status of later requests with it; None: the broker is asked."""
+        """Close the session's key. `status`: HTTP status of later requests with it; None: ask the broker who holds the
+        session."""
         for key in [key for key, open_session in self.sessions.items() if open_session is session]:
             del self.sessions[key]
             if status is None:
@@ -202,7 +203,8 @@ class Gateway:
         return self.sessions[key]
 
     def _has_secret(self, request: web.Request) -> bool:
-        """Whether a request carries a key of this run, or a session key, which the session's holder checks."""
+        """Whether a request carries the attach key or a session key; a key of another process's session is checked
+        there."""
         key = self.key_of(request)
         is_attach_key = self.attach_key is not None and self.attach_key.is_shown(key)
         is_session_key = request.path not in SESSIONLESS_PATHS and SESSION_KEY.fullmatch(key) is not None

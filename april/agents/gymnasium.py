@@ -80,7 +80,7 @@ class Gymnasium:
             refuse_environment(self.name, f"makes no environment: {error}", error)
 
     def _parse_action(self, answer: str) -> Any:
-        """The action that the answer names last; None if it names none."""
+        """Action that the policy's answer mentions last; None if it mentions none."""
         if self.actions is None:
             return answer
         found = self.pattern.findall(answer.casefold())

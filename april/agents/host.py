@@ -65,7 +65,7 @@ class HostedSession:
     task: dict[str, Any]
     """`messages` and `label` of the row; `group`, `index` and `evaluation` of the sample."""
     replaying: bool
-    """Whether the program is run again: its first calls are then answered from the journal."""
+    """Whether this is a repeated execution of the program, whose first calls are answered from the journal."""
     public_url: str = ""
     """Base URL of the same API for containers and other machines."""
     state: Any = None

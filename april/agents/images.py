@@ -20,7 +20,7 @@ from april.data.tokenizer import Tokenizer
 from april.workers.engines import ENGINES
 
 KNOWN_S = 300.0
-"""Time for which an image that the broker has kept is not sent again, seconds; the broker keeps it for longer."""
+"""Seconds for which an image is not sent again after the broker has stored it; the broker keeps it longer than that."""
 PREPARED_AT_ONCE = 4
 """Most images that are prepared or sent at once, each of which may take 200 MB."""
 KeepImage = Callable[[str, bytes], Awaitable[str]]
@@ -28,7 +28,7 @@ KeepImage = Callable[[str, bytes], Awaitable[str]]
 
 
 async def kept_by_nobody(name: str, png: bytes) -> str:
-    """A `KeepImage` for a gateway without a broker: it keeps nothing and reports no failure."""
+    """A `KeepImage` function for a gateway without a broker: it keeps nothing and reports no failure."""
     return ""
 
 
@@ -45,7 +45,7 @@ class RequestImages:
         self.rule, self.why_none, self.patience_s = rule, why_none, patience_s
         self.keep: KeepImage = kept_by_nobody
         self._known: dict[str, SessionImage] = {}
-        """Images that the broker has kept, by the sha256 of their source; those kept longest ago first."""
+        """Images that the broker has stored, by the sha256 of their source; oldest first."""
         self._under_way: dict[str, asyncio.Task[SessionImage]] = {}
         self._room = asyncio.Semaphore(PREPARED_AT_ONCE)
 

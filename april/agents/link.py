@@ -65,7 +65,7 @@ class BrokerLink(threading.Thread):
         self.questions: set[wire.HolderRequest] = set()
         """Questions about sessions' holders that the broker has not answered yet."""
         self.images: dict[str, tuple[bytes, list[asyncio.Future[str]]]] = {}
-        """Images that the broker has not kept yet, by name: the file, and the futures that wait for the answer."""
+        """(PNG file, futures that wait for the broker's answer) of each image not stored by the broker yet, by name."""
         self.stopping = ""
         """Why the link to the broker is ending; "" while the link is in use."""
         self.failure: Exception | None = None
@@ -86,7 +86,8 @@ class BrokerLink(threading.Thread):
         self._enqueue(lambda: self._close(closing))
 
     async def keep_image(self, name: str, png: bytes) -> str:
-        """Bring an image to the broker; returns once it is on disk "", or why the broker does not keep it."""
+        """Upload an image to the broker; returns "" once it is on the broker's disk, or why the broker does not keep
+        it."""
         answer = self.loop.create_future()
         self._enqueue(lambda: self._keep_image(name, png, answer))
         return await answer
@@ -161,7 +162,8 @@ class BrokerLink(threading.Thread):
             self.connection.send(part, arrays)
 
     def _answer_images(self, fault: str, names: Sequence[str] | None = None) -> None:
-        """Answer all that wait for the images `names` (None: all): `fault` is why they are not kept, "" if they are."""
+        """Resolve the futures that wait for the images `names` (None: all) with `fault`: why they are not kept, "" if
+        they are."""
         for name in list(self.images) if names is None else names:
             _, waiting = self.images.pop(name, (b"", []))
             for answer in waiting:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LOOPBACK, ANY_ADDRESS = "127.0.0.1", "0.0.0.0"
 ATTACH_KEY = "attach.key"
-"""File of the run folder with the attach key that April makes."""
+"""File in the run folder with the attach key that April generates (`AttachKey`)."""
 MIN_KEY_CHARACTERS = 32
 """Shortest attach key: 16 random bytes as `openssl rand -hex` prints them."""
 
@@ -50,13 +50,13 @@ class AttachKey:
         return not self._secret or self.is_shown(shown)
 
     def is_shown(self, shown: str) -> bool:
-        """Whether a key is set and equals `shown`."""
+        """Whether a key is set and equals the key `shown` by a client; compared in constant time."""
         return self._secret != "" and hmac.compare_digest(self._secret.encode(), shown.encode(errors="replace"))
 
 
 def attach_keyfile(config: Config) -> Path | None:
-    """File of the attach key: agent.attach_keyfile, or one in the run's folder, which is made here; None if no harness
-    attaches, or keys are off. Raises ConfigError."""
+    """File of the attach key: agent.attach_keyfile, or a file that this function creates in the run folder; None if no
+    external harness takes sessions, or keys are off. Raises ConfigError."""
     file = config.agent.attach_keyfile
     if file or not config.agent.attach:
         return file
@@ -128,5 +128,5 @@ def served_names(section: AgentSection) -> frozenset[str]:
 
 
 def reachable_name(host: str) -> str:
-    """The host as other machines reach it: the host name in place of 0.0.0.0."""
+    """The host under which other machines reach the gateway: this machine's name instead of 0.0.0.0."""
     return socket.gethostname() if host == ANY_ADDRESS else host

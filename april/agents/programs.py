@@ -78,7 +78,7 @@ class ProgramRunner:
         self.mark = new_mark()
         self.process: asyncio.subprocess.Process | None = None
         self._orders: asyncio.StreamWriter | None = None
-        """Channel of orders to the host process; None while there is none that is ready."""
+        """Stream of orders to the host process; None while no host process is ready."""
         self._reading: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -248,7 +248,7 @@ class CommandRunner:
 
 
 def error_of(task: asyncio.Task[None]) -> BaseException | None:
-    """The exception that has ended a task, which is logged; None if none has."""
+    """The exception that has ended an asyncio task, after logging it; None if none has."""
     error = None if task.cancelled() else task.exception()
     if error:
         log.error("a task of the programs has failed", exc_info=error)

@@ -26,7 +26,7 @@ class Renderer:
     renderer.render_prompt(messages, tools)                          # int32 [T]: prompt of the first turn
     renderer.render_continuation(before, new, tools, last_token)     # int32 [T]: what follows the answer to `before`
 
-    `images` are the numbers of tokens of the images in what is rendered, in order.
+    Argument `images` of both: number of tokens of each image in the rendered messages, in order.
     """
 
     @classmethod

@@ -17,7 +17,7 @@ from april.agents.host import HostedSession
 from april.util.errors import refuse
 
 COLUMNS = ("example_id", "answer", "info", "task")
-"""Columns of an environment's row that are kept besides its prompt."""
+"""Columns of an environment's dataset row that are written to the label, besides the prompt."""
 SPLITS = {"train": "get_dataset", "heldout": "get_eval_dataset"}
 """Name of each file that `write_rows` writes -> the environment's method that returns the file's rows."""
 rubric_errors: ContextVar[list[Exception]] = ContextVar("rubric_errors")

@@ -1,5 +1,5 @@
-"""The rows of supervised training by number, as tokens, and the rows at each position of the seeded order of all
-epochs."""
+"""Rows of conversations for supervised training, as tokens by row number, and the row number at each position of the
+seeded orders of all epochs."""
 
 import logging
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ ROWS_CACHED = 16_384
 
 
 class ConversationRows:
-    """The rows of sources of conversations.
+    """The rows of all sources of conversations, tokenised on demand.
 
     rows = ConversationRows(config.data.train_sources, config)
     for number, conversation in rows.at(range(0, 32)):       # those that can be trained
@@ -38,17 +38,17 @@ class ConversationRows:
         return len(self.rows.order(self.seed, 0))
 
     def at(self, positions: Iterable[int]) -> list[tuple[int, Conversation]]:
-        """(number, tokens) of the rows at positions of the order of all epochs; a row that cannot be trained is left
-        out and counted."""
+        """(row number, tokens) of the rows at `positions`, which count from 0 through the orders of all epochs; a row
+        that cannot be trained is left out and counted."""
         return [(number, row) for number in self.numbers(positions) if (row := self._usable(number)) is not None]
 
     def reasons(self, positions: Iterable[int]) -> list[str]:
-        """Reason of each row at these positions that `at` has left out."""
+        """Reasons for which `at` has left out rows at these positions, one for each row left out."""
         numbers = self.numbers(positions)
         return [reason for reason, rows in self.left_out.items() for number in numbers if number in rows]
 
     def numbers(self, positions: Iterable[int]) -> list[int]:
-        """Numbers of the rows at positions of the order of all epochs."""
+        """Row numbers at `positions`, which count from 0 through the orders of all epochs."""
         orders = [divmod(position, self.per_epoch) for position in positions]
         return [int(self.rows.order(self.seed, epoch)[position]) for epoch, position in orders]
 

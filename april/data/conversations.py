@@ -1,9 +1,9 @@
-"""Conversations for supervised training: a dataset row becomes token ids, and which of them are the assistant's.
+"""Conversations for supervised training: a dataset row becomes token ids and a mask of the assistant's tokens.
 
-The tokens of a row are those of its text as a whole, as the chat template prints it. The assistant's are what the
-policy would have to sample: what follows the prompt of its turn, up to and including the token that ends the turn.
-Marks of a template ({% generation %}) are relied on. Without them the beginnings of the conversation are printed and
-tokenised, and have to be beginnings of the whole. A row of which that is not certain is refused.
+A row's text, as the chat template prints it, is tokenised as a whole. The assistant's tokens are those that the policy
+would have to sample: from the end of its turn's prompt up to and including the token that ends the turn. If the
+template marks them ({% generation %}), the marks are used. Otherwise each beginning of the conversation is printed and
+tokenised, and has to be a prefix of the whole. A row in which the assistant's tokens are not certain is refused.
 """
 
 import re
@@ -28,9 +28,9 @@ from april.util.text import first_line
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 CONVERSATION_KEYS = ("messages", "conversation")
-"""Fields of a whole conversation, looked for before those of the mapping's prompt."""
+"""Record fields that hold a whole conversation; they are tried before the mapping's prompt fields."""
 ANSWER_KEYS = ("completion", "response")
-"""Fields of an answer, looked for before those of the mapping's label."""
+"""Record fields that hold the answer to train on; they are tried before the mapping's label fields."""
 
 
 def load_conversations(
@@ -48,7 +48,7 @@ def load_conversations(
 
 
 def conversation_mapping(source: SourceSection) -> Mapping:
-    """The source's mapping, with the fields of conversations and of whole answers before its own."""
+    """The source's mapping, with `CONVERSATION_KEYS` and `ANSWER_KEYS` tried before its own prompt and label fields."""
     mapping = mapping_of(source)
     return replace(
         mapping,
@@ -60,8 +60,8 @@ def conversation_mapping(source: SourceSection) -> Mapping:
 def maker_of_rows(
     source: SourceSection, mapping: Mapping, prompt_as: str, tools_key: str
 ) -> Callable[[Any], DatasetRow]:
-    """A function that makes the row of a record: a list of messages that ends with the assistant's, or a prompt and the
-    answer to it. It raises BadRow."""
+    """Create the function that converts a record to a row: messages of which the last is the assistant's, or a prompt
+    and its answer as texts. That function raises BadRow."""
 
     def make(record: Any) -> DatasetRow:
         record = given_record(record, source)
@@ -104,9 +104,9 @@ def tools_of(given: Any, key: str) -> tuple[dict, ...]:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Regular expression for what marks the assistant's tokens in a chat template, for transformers."""
+"""Regular expression for the tag with which a chat template marks the assistant's tokens for transformers."""
 STAND_INS = "\u25a0\u25a1\u25b2\u25b3\u25cf\u25cb"
-"""Characters of which one takes the place of a message's text, to find where that is printed."""
+"""Characters one of which replaces a message's text, to find out where the template prints that text."""
 
 
 NOTHING: Message = {"role": "user", "content": ""}
@@ -123,7 +123,7 @@ class Conversation:
 
 
 class ConversationEncoder:
-    """Makes token ids of rows.
+    """Converts dataset rows to token ids and training masks.
 
     encoder = ConversationEncoder(tokenizer, config.data, config.sft)
     encoder.encode(row)                     # raises BadRow
@@ -134,8 +134,8 @@ class ConversationEncoder:
         self.trains_all = section.train_on == "all"
 
     def encode(self, row: DatasetRow) -> Conversation:
-        """The tokens of a row. Raises BadRow for a row that trains nothing, and for one that the chat template refuses,
-        or does not print in full, or of which it is not certain which tokens are the assistant's."""
+        """The tokens of a row. Raises BadRow for a row without trained tokens, and for one that the chat template
+        refuses or does not print in full, or in which the assistant's tokens cannot be told for certain."""
         if isinstance(row.prompt, str):
             prompt = self.tokenizer.encode_prompt(row.prompt, bos=self.bos)
             answer = [*self.tokenizer.encode_prompt(row.label), self.tokenizer.end_of_text]
@@ -183,13 +183,13 @@ class ConversationEncoder:
         return bool(MARKS_ASSISTANT.search(self._template))
 
     def _print(self, messages: list[Message], row: DatasetRow, is_open: bool = False) -> str:
-        """The text of messages; `is_open`: with the prompt of the assistant's next turn."""
+        """Text of `messages` in the chat template; `is_open`: add the prompt of the assistant's next turn."""
         return self.tokenizer.print_chat(
             messages, tools=list(row.tools) or None, add_generation_prompt=is_open, **self.options
         )
 
     def _marked(self, messages: list[Message], row: DatasetRow) -> tuple[list[int], np.ndarray]:
-        """(token ids, whether each is trained: bool [T]), by the marks in the template."""
+        """(token ids [T], whether each is trained: bool [T]), if the template marks the assistant's tokens."""
         found = self.tokenizer.inner.apply_chat_template(
             self.tokenizer.for_template(messages), tools=list(row.tools) or None, tokenize=True, return_dict=True,
             return_assistant_tokens_mask=True, **self.options,
@@ -197,8 +197,8 @@ class ConversationEncoder:
         return found["input_ids"], np.asarray(found["assistant_masks"], bool)
 
     def _found(self, messages: list[Message], row: DatasetRow, text: str) -> tuple[list[int], np.ndarray]:
-        """(token ids, whether each is trained: bool [T]), by where the assistant's messages begin and end in the
-        text."""
+        """(token ids [T], whether each is trained: bool [T]), if the template has no marks: by the characters at which
+        the assistant's messages begin and end in `text`."""
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         begins = [self._begin(text, messages, number, row) for number in numbers]
         ids, places = self._tokens(text, begins, numbers)
@@ -218,11 +218,12 @@ class ConversationEncoder:
         return ids, is_trained
 
     def _tokens(self, text: str, begins: list[int], numbers: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Ids of a text in which the assistant's turns, messages `numbers`, begin at the characters `begins`; and for
-        each turn a character and its token, from which its end is counted, and its first token.
+        """Tokenise `text`, in which the assistant's turns (messages `numbers`) begin at characters `begins`. Returns
+        the ids and, for each turn, (character, index of the token there, index of the turn's first token); the caller
+        counts from that character and token to the end of the turn.
 
-        The text is tokenised as a whole, if a token begins at each turn. Otherwise it is tokenised in pieces that begin
-        at the turns, as it is when the policy samples them.
+        The text is tokenised as a whole if each turn begins at a token boundary. Otherwise it is cut at the turns and
+        tokenised piece by piece, as it is when the policy samples turns.
         """
         ids = self.tokenizer.encode_prompt(text).tolist()
         found = [self._tokens_of(text[:begin], ids) for begin in begins]
@@ -244,14 +245,16 @@ class ConversationEncoder:
         return True
 
     def _begin(self, text: str, messages: list[Message], number: int, row: DatasetRow) -> int:
-        """Number of characters of `text` before the assistant's turn that is message `number`. Raises BadRow."""
+        """Offset in `text`, characters, at which the assistant's message `number` begins. Raises BadRow if it is not
+        certain."""
         prompted = self._where(text, messages[:number], row, True)
         if begin := prompted or self._where_changed(text, messages, number, row):
             return begin
         raise uncertain(number)
 
     def _where(self, text: str, messages: list[Message], row: DatasetRow, is_open: bool) -> int:
-        """Number of characters of `text` that messages at its beginning print; 0 if they print something else."""
+        """Number of leading characters of `text` that printing `messages` alone gives; 0 if they print something
+        else."""
         try:
             printed = self._print(messages, row, is_open)
         except Exception:  # a template may refuse a conversation without its end
@@ -259,16 +262,16 @@ class ConversationEncoder:
         return len(printed) if text.startswith(printed) else 0
 
     def _where_changed(self, text: str, messages: list[Message], number: int, row: DatasetRow) -> int:
-        """Number of characters of `text` before those that change with the content of message `number`; 0 if none do or
-        none come before."""
+        """Number of leading characters of `text` that stay the same when the content of message `number` is replaced; 0
+        if the whole text stays the same."""
         stand_in = next((mark for mark in STAND_INS if mark not in text), "")
         changed = {**messages[number], "content": stand_in}
         printed = self._print([*messages[:number], changed, *messages[number + 1 :]], row)
         return alike(text, printed) if stand_in and printed != text else 0
 
     def _tokens_of(self, beginning: str, ids: list[int]) -> tuple[int, bool]:
-        """(number of leading `ids` that tokenising `beginning`, the beginning of their text, also gives; whether it
-        gives no further ones)."""
+        """Tokenise `beginning`, the beginning of the text of `ids`; returns (number of leading ids that both have,
+        whether these are all tokens of `beginning`)."""
         found = self.tokenizer.encode_prompt(beginning).tolist()
         count = alike(found, ids)
         return count, count == len(found)

@@ -112,7 +112,7 @@ class Dataset:
         """Number of rows that have images."""
         self._file = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES)  # noqa: SIM115
         self._images = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES)  # noqa: SIM115
-        """The bytes of images that are no files."""
+        """Unnamed file with the bytes of images that the dataset contains, instead of naming an image file."""
         self._reading_images = threading.Lock()
         self._ends = array("Q")
         self._digest = hashlib.sha256(b"shuffled" if shuffle else b"in order")
@@ -147,7 +147,8 @@ class Dataset:
         return decoder.decode(self._file.read(self._ends[index] - start))
 
     def keep_image(self, source: bytes) -> RowImage:
-        """Keep the bytes of an image for `image_source`."""
+        """Store the bytes of an image that is not a file; returns its `RowImage`, with which `image_source` reads them
+        back."""
         start = self._images.seek(0, SEEK_END)
         self._images.write(source)
         return RowImage(hashlib.sha256(source).hexdigest(), "", start, len(source))
@@ -207,8 +208,8 @@ def add_rows(
 ) -> None:
     """Add the rows of a source, or the first `limit` of them, to a dataset. Raises ConfigError as `load_dataset` does.
 
-    `columns`: top-level fields of its records that are read, all if empty; `make`: makes a row of a record, and raises
-    BadRow.
+    `columns`: top-level fields that are read from the source's records, all if empty; `make`: converts a record to a
+    row, or raises BadRow.
     """
     before, bad = len(dataset), dataset.bad_rows
     dataset.add_source(read_source_rows(dataset, source, data, limit, columns, make), source.weight)
@@ -259,14 +260,14 @@ def row_of(
 
 
 def given_record(record: Any, source: SourceSection) -> Any:
-    """A record as it was read, or as the user's own mapping gives it. Raises BadRow."""
+    """A record as it was read or, if the source names the user's own mapping, as that converts it. Raises BadRow."""
     if isinstance(record, BadRow):
         raise record
     return mapped(record, source.mapping) if source.mapping and is_own_mapping(source.mapping) else record
 
 
 def folder_of(source: SourceSection) -> Path:
-    """The folder at which paths of a source's images begin."""
+    """The folder to which the image paths in a source's records are relative."""
     return source.path if source.path.is_dir() else source.path.parent
 
 
@@ -276,7 +277,8 @@ def verifier_of(source: SourceSection) -> str | None:
 
 
 def base_mapping(source: SourceSection) -> Mapping:
-    """The mapping that a source names; for a user's own, the mapping of the rows that it returns."""
+    """The shipped mapping that a source names; for a user's own mapping, `OWN_MAPPING`, which reads the rows that it
+    returns."""
     return OWN_MAPPING if is_own_mapping(source.mapping) else MAPPINGS[source.mapping or "plain"]
 
 

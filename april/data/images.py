@@ -24,18 +24,19 @@ SOURCE_PIXELS = 64 << 20
 PROMPT_IMAGES = 64
 """Most images of a prompt."""
 ASPECT_RATIO = 200
-"""Largest ratio of a picture's longer to its shorter side, as of Qwen's image processors."""
+"""Largest ratio of a picture's longer to its shorter side; Qwen's image processors have the same limit."""
 PNG_BYTES = 64 << 20
 """Largest prepared file (bytes)."""
 PNG_HEAD_BYTES = 24
-"""Bytes of a PNG file up to the end of its size."""
+"""Number of bytes at the start of a PNG file that include its width and height."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are decoded, as Pillow names them; of an animation the first frame counts."""
 TIFF_MODES = ("CMYK", "YCbCr", "LAB")
-"""Modes of Pillow's images that a PNG does not have, and a TIFF does."""
+"""Pillow's colour modes that TIFF can store and PNG cannot."""
 NO_IMAGES = "the policy takes no images"
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-"""Image processors whose rule of sizes `ImageRule` follows: those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
+"""Image processors of transformers whose resizing `ImageRule` reproduces: those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and
+Qwen3.5."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def png_size(head: bytes) -> tuple[int, int]:
 
 
 def decoded(source: bytes) -> Any:
-    """The Pillow image, upright and RGB. Raises BadRow."""
+    """Decode the bytes of a picture's file to a Pillow image, upright and RGB. Raises BadRow."""
     image_module = pillow()
     from PIL import ImageOps
 
@@ -188,8 +189,8 @@ def decoded(source: bytes) -> Any:
 
 
 def file_of(image: Any) -> bytes:
-    """The lossless file of an image of Pillow, upright by its EXIF data; b"" for anything else. Raises BadRow for one
-    that cannot be stored."""
+    """Encode a Pillow image losslessly as PNG or TIFF, upright by its EXIF data; returns b"" for any other object.
+    Raises BadRow for an image that cannot be stored."""
     if not isinstance(image, pillow().Image):
         return b""
     from PIL import ImageOps

@@ -1,7 +1,7 @@
 """Chat messages: their canonical form, and the check that a chat template prints all of their content.
 
-Both the rows of a dataset and the messages of an agent's calls come in many spellings. Templates print only some of
-them: text that stands in a list of parts, or under a role that a template does not know, vanishes without an error.
+Dataset rows and the calls of agents have messages in many formats. Chat templates print only some: text in a list of
+parts, or under a role that the template does not know, vanishes without an error.
 """
 
 import json
@@ -18,13 +18,14 @@ TEXT_TYPES = ("text", "input_text", "output_text")
 IMAGE = "image"
 """Type of content parts that are images, in canonical messages."""
 ALIASES = {"developer": "system", "observation": "tool"}
-"""Roles under which some models know another role; a template that names the alias itself gets it unchanged."""
+"""Role -> the name that most chat templates have for it. It is replaced unless the template names the role itself."""
 STAND_IN = "zqxjzqxj"
-"""A text that no template has."""
+"""A text that no chat template contains, to see whether a message is printed at all."""
 PLAIN = re.compile(r"[A-Za-z0-9 ]+")
-"""Regular expression for what looks the same in a text, in JSON and in JSON within JSON."""
+"""Regular expression for characters that JSON escapes neither once nor twice, so that they can be found in any
+template's output."""
 THOUGHTS = re.compile(r"(?s).*</think(?:ing)?>")
-"""Regular expression for the thoughts in an answer, which templates drop from earlier turns."""
+"""Regular expression for an answer's text up to the end of its thoughts, which templates drop from earlier turns."""
 
 
 class BadMessages(ValueError):
@@ -116,8 +117,8 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
 
 
 def check_distinct(messages: list[Message], template: str, render: Callable[[list[Message]], str]) -> None:
-    """Check that a short text of a message is printed, and not only the same words of the chat template's own, by
-    printing another text in its place. `render`: what the template prints of messages. Raises BadMessages."""
+    """For each message whose text also occurs in the chat template itself, check that it is printed, by printing
+    another text in its place. `render`: function that prints messages in the template. Raises BadMessages."""
     own = _squeezed(template)
     for number, message in enumerate(messages):
         said = "".join(texts_of(message))
@@ -134,11 +135,11 @@ def check_distinct(messages: list[Message], template: str, render: Callable[[lis
 
 
 def check_printed(messages: list[Message], printed: str) -> None:
-    """Check that a rendered prompt says what its canonical messages say: each message's text, in their order and at a
-    place of its own, and the texts that are passed to tools.
+    """Check that a rendered prompt contains its canonical messages: the text of each, in their order and without
+    overlaps, and the names and text arguments of tool calls.
 
-    White space does not count, a system message may be printed at the place of another one, and of earlier answers the
-    thoughts may be missing. Raises BadMessages with the message that is missing.
+    White space is ignored. A system message may be printed at any place, and thoughts may be missing from earlier
+    answers. Raises BadMessages, which names the missing message.
     """
     whole, numbered = _squeezed(printed), list(enumerate(messages))
     missing = _missing(numbered, whole, messages[-1])
@@ -157,7 +158,9 @@ def check_printed(messages: list[Message], printed: str) -> None:
 
 
 def _missing(numbered: list[tuple[int, Message]], whole: str, last: Message) -> str:
-    """The first text of messages that is not printed after the texts of earlier messages; empty if all are."""
+    """Description of the first text of the messages that `whole` lacks after the texts of earlier messages; empty if
+    none. `numbered`: messages with their numbers; `whole`: the printed prompt without white space; `last`: the last
+    message."""
     at = 0
     for number, message in numbered:
         start = at
@@ -176,7 +179,8 @@ def _missing(numbered: list[tuple[int, Message]], whole: str, last: Message) -> 
 
 
 def _sayings(message: Message) -> list[str]:
-    """The texts that a message says: its content, and the functions that it calls."""
+    """The texts of a message that must be printed in order: its content, and the names of the functions that it
+    calls."""
     return [*texts_of(message), *(call["function"]["name"] for call in message.get("tool_calls", ()))]
 
 
@@ -192,7 +196,7 @@ def _arguments(message: Message) -> list[str]:
 
 
 def _spellings(said: str, keeps_thoughts: bool) -> list[str]:
-    """Ways in which a template may print a text: as it is, as JSON, or without the thoughts."""
+    """Forms in which a template may print a text, without white space: as it is, as JSON, or without the thoughts."""
     texts = [said] if keeps_thoughts else [said, THOUGHTS.sub("", said)]
     escaped = [json.dumps(text, ensure_ascii=ascii_only)[1:-1] for text in texts for ascii_only in (False, True)]
     return [_squeezed(text) for text in (*texts, *escaped)]

@@ -15,7 +15,8 @@ import numpy as np
 from april.data.images import pillow, processor_config
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Mean and standard deviation of the values of red, green and blue where a folder gives none, as in transformers."""
+"""Mean and standard deviation of red, green and blue (values from 0 to 1) for a policy folder that gives none, as in
+transformers."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class PixelReader:
     merge: int
     """Patches along a side of the square that becomes one token; rows are ordered square by square."""
     frames: int = 2
-    """Times that an image is repeated, as frames of a film; also called the temporal patch size."""
+    """Number of frames for which an image is repeated, as the model expects videos (temporal patch size)."""
     mean: Sequence[float] = CLIP_MEAN
     std: Sequence[float] = CLIP_STD
     factor: float | None = 1 / 255
-    """Factor on values from 0 to 255 before normalisation; None for none."""
+    """Factor by which values from 0 to 255 are multiplied before normalisation; None leaves them as they are."""
 
     @classmethod
     def of(cls, folder: Path) -> "PixelReader | None":
@@ -86,9 +87,9 @@ def places_of_images(
     """Whether each token stands for an image, bool [T]. Any other placeholder token was sampled by the policy, and is
     text.
 
-    `counts`: number of tokens of each image, in order. `starts`: of each image, the index of the first token that may
-    be a placeholder of it; empty: 0 for all. An image takes the first placeholders from there on that the image before
-    it has left. Raises ValueError if there are fewer.
+    `counts`: number of tokens of each image, in order. `starts`: index of the token from which each image's
+    placeholders are looked for; empty: 0 for all. An image takes the first placeholders from there on that earlier
+    images have not taken. Raises ValueError if there are too few.
     """
     placeholders = np.flatnonzero(np.asarray(tokens) == token_id)
     places, taken = np.zeros(len(tokens), bool), 0
@@ -102,12 +103,12 @@ def places_of_images(
 
 
 PLACES = "image_places"
-"""Argument by which a model's body is told which tokens stand for images, bool [B, T]."""
+"""Name of the forward argument that tells a model's body which tokens stand for images, bool [B, T]."""
 
 
 def take_image_places(body: Any) -> None:
-    """Have the body of transformers' model take the places of images from its caller, where it is given `PLACES`. By
-    itself it takes every placeholder for one, also those that a policy has sampled."""
+    """Patch the body of a transformers model so that its forward accepts `PLACES`, the tokens that stand for images.
+    Without that it treats every placeholder token as an image, also those that a policy has sampled."""
     given, theirs = list[Any](), body.get_placeholder_mask
 
     def take(module: Any, arguments: tuple, options: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -101,7 +101,7 @@ NOT_TEXT = {
 """First bytes of a file that should be JSON and is not -> (the file's actual format, the fix)."""
 
 Record = tuple[str, Any]
-"""A location such as "FILE, line 3", and the record there, or the BadRow that explains why the record is unreadable."""
+"""(location such as "FILE, line 3", the record there or the BadRow that says why it is unreadable)."""
 
 
 def read_records(files: Iterable[Path], columns: set[str]) -> Iterator[Record]:

@@ -1,5 +1,5 @@
-"""The images of a dataset row: found in its record, in the ways in which datasets are published, and put into its
-messages as parts that name each by its content.
+"""The images of a dataset row: found in its record in the formats in which datasets are published, and put into its
+messages as parts that refer to each image by a hash of its content.
 
 A record has them in a column (`data.images_key`), with an `<image>` marker in the prompt for each, or in the parts of
 its messages. Each is a path, the bytes of a file, an object with bytes or path as the `datasets` library writes it, a
@@ -20,16 +20,17 @@ from april.data.images import PROMPT_IMAGES, SOURCE_BYTES, file_of
 from april.data.rows import MISSING, BadRow, DatasetRow, RowImage, excerpt, value_at
 
 MARKER = "<image>"
-"""Text of a prompt that stands for the next image of the row's column."""
+"""Text in a prompt that stands for the next image of the record's image column (`data.images_key`)."""
 IMAGE_TYPES = ("image", "input_image", "image_url")
 """Types of message parts that are images."""
 OWN_KEYS = ("image", "image_url", "url", "path", "bytes")
-"""Keys of a message part under which its image may stand."""
+"""Keys of a message part that may hold the image itself."""
 DATA_URL = "data:"
 
 
 def find_images(record: Any, mapping: Mapping) -> list[Any]:
-    """The images in the column of a record, in its own form, without empty cells; none without a column."""
+    """The images in a record's image column, in the dataset's own format and without empty cells; [] without such a
+    column."""
     if not isinstance(record, dict):
         return []
     for key in mapping.images:
@@ -44,8 +45,8 @@ def with_images(
 ) -> DatasetRow:
     """The row with its images, and with a part for each in its messages.
 
-    `column`: the images of the record's column; `folder`: where paths begin; `store`: keeps the bytes of an image that
-    is no file. Without images the row is returned as it is. Raises BadRow.
+    `column`: the images of the record's image column; `folder`: image paths are relative to it; `store`: stores the
+    bytes of an image that is not a file. Without images the row is returned unchanged. Raises BadRow.
     """
     if isinstance(row.prompt, str) and not column:
         return row
@@ -117,7 +118,8 @@ class _Placement:
 
 
 def image_at(given: Any, folder: Path, store: Callable[[bytes], RowImage]) -> RowImage:
-    """The image that a dataset gives in one of its ways. Raises BadRow."""
+    """Convert an image as datasets give it (path, bytes, object, data: URL or Pillow image) to a `RowImage`. Raises
+    BadRow."""
     if isinstance(given, dict):
         given = next((given[key] for key in ("bytes", "path", "url") if given.get(key) is not None), None)
     if isinstance(given, bytes):
@@ -174,7 +176,7 @@ def _is_image(part: dict[str, Any]) -> bool:
 
 
 def _before_the_first_question(messages: list[dict[str, Any]], parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without a marker, with the images before the text of the user's first one."""
+    """Insert the images (`parts`) before the text of the user's first message, for messages without an image marker."""
     first = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
     content = messages[first]["content"]
     texts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]

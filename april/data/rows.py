@@ -26,7 +26,8 @@ class BadRow(ValueError):
 
 
 class RowImage(msgspec.Struct, array_like=True, frozen=True):
-    """An image of a row as the dataset has it: where its file is, or where the dataset keeps its bytes."""
+    """An image of a dataset row, before its preparation: the path of its file, or where the dataset stores its
+    bytes."""
 
     source: str
     """sha256 of the bytes in hex."""
@@ -34,7 +35,7 @@ class RowImage(msgspec.Struct, array_like=True, frozen=True):
     """Path of the file; "" for bytes that the dataset keeps."""
     start: int = 0
     size: int = 0
-    """Place of the bytes that the dataset keeps."""
+    """(`start`, `size`): where the bytes are in the dataset's own file, if `path` is ""."""
 
 
 class DatasetRow(msgspec.Struct, array_like=True, frozen=True):
@@ -51,7 +52,7 @@ class DatasetRow(msgspec.Struct, array_like=True, frozen=True):
     tools: tuple[dict, ...] = ()
     """JSON schemas of the tools that the chat template prints."""
     hint: str = ""
-    """Text for the prompt under which the policy teaches itself."""
+    """The row's own text for the field {hint} of `algorithm.hint`, the prompt of self-distillation."""
 
 
 def make_row(
@@ -80,9 +81,9 @@ def make_row(
 
 
 def find_field(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, Any]:
-    """(key, value) of the first key in the record; the value of several columns is a dictionary by the last parts of
-    their names, or by whole names where last parts are alike. `setting`: configuration key named in the error. Raises
-    BadRow."""
+    """(key, value) of the first of `keys` that the record has. A key that names several columns gives a dictionary, by
+    the last part of each column's name, or by the whole name if last parts are equal. `setting`: configuration key that
+    the error names. Raises BadRow."""
     for key in keys:
         columns = [key.strip()] if key in record else [column.strip() for column in key.split(COLUMN_SEPARATOR)]
         names = [column.rpartition(".")[2] for column in columns]
@@ -98,8 +99,8 @@ def find_field(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, 
 
 
 def value_at(record: Any, key: str) -> Any:
-    """The value at a key like `conversations.0.value`, which goes through objects and lists; MISSING if there is none.
-    Of an object's fields with dots in their names the longest that fits is taken."""
+    """The value at a key like `conversations.0.value`, a path through objects and lists; MISSING if there is none. If
+    fields have dots in their names, the longest name that fits is taken."""
     if isinstance(record, list):
         part, _, rest = key.partition(".")
         found = record[int(part)] if part.isdecimal() and int(part) < len(record) else MISSING
@@ -114,8 +115,8 @@ def value_at(record: Any, key: str) -> Any:
 
 
 def mapped(record: Any, name: str) -> Any:
-    """A record as the user's own mapping `name` gives it, with prompt and label. Raises BadRow, also for whatever the
-    mapping raises."""
+    """Convert a record by the user's own mapping `name` to one with prompt and label. Raises BadRow, also for any
+    exception that the mapping raises."""
     try:
         found = MAPPING_PARTS.find(name)(record)
     except ConfigError:
@@ -164,7 +165,7 @@ def text_of(message: dict) -> str:
 
 
 def row_prompt(row: DatasetRow, rewards: Iterable[str]) -> str:
-    """The row's prompt as JSON, if one of the named rewards gets it and the row has one; otherwise ""."""
+    """The row's prompt as JSON, if one of the named rewards needs it besides the text; otherwise ""."""
     return orjson.dumps(row.prompt).decode() if row.prompt and any(map(takes_row_prompt, rewards)) else ""
 
 
@@ -212,8 +213,8 @@ PLACEHOLDER = re.compile(r"\{(label|hint|feedback)\}")
 
 
 def hinted_prompt(row: DatasetRow, template: str, feedback: str = "") -> str | list[dict]:
-    """The prompt of a row in `template`, with the `feedback` on a response; of a chat, the last message of its user.
-    Raises BadRow for a chat without one."""
+    """Put a row's prompt, and the `feedback` on a response, into `template` (`algorithm.hint`); in a chat only the
+    user's last message goes into it. Raises BadRow for a chat without a user's message."""
     fields = {"label": row.label, "hint": row.hint, "feedback": feedback}
     before, after = (PLACEHOLDER.sub(lambda found: fields[found[1]], part) for part in template.split("{prompt}"))
     if isinstance(row.prompt, str):

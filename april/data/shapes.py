@@ -46,7 +46,7 @@ class CountingTask(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """Count of each row."""
+        """Number of shapes of the asked `colour` in each row of cells."""
         return [self.cells[start : start + SIDE].count(self.colour) for start in range(0, SIDE * SIDE, SIDE)]
 
     @property
@@ -54,7 +54,8 @@ class CountingTask(NamedTuple):
         return str(sum(self.rows))
 
     def demonstration(self, guess: int | None = None) -> str:
-        """A right response, or one that guesses without counting; without the end-of-text token."""
+        """A response without the end-of-text token: the right one or, with `guess`, only that number without
+        counting."""
         return "".join(map(str, self.rows)) + "#" + self.answer if guess is None else f"#{guess}"
 
     def pixels(self) -> np.ndarray:

@@ -48,7 +48,7 @@ class Tokenizer:
             self._fast.no_padding()
         self.eos_token_ids = frozenset(ends)
         self.end_of_text = next(iter(tokenizer_eos_ids(self.inner) or sorted(self.eos_token_ids)), 0)
-        """The tokeniser's end-of-sequence id; without one, another id that the policy stops at."""
+        """The tokeniser's end-of-sequence id; without one, the lowest id at which the policy stops generating, or 0."""
 
     def encode_prompt(
         self,
@@ -76,8 +76,8 @@ class Tokenizer:
         return self.known(self._expanded(self.encode_prompt(prompt, **options), images), prompt)
 
     def known(self, ids: np.ndarray, of: Any) -> np.ndarray:
-        """The `ids` of the prompt `of`, int32 [P], unchanged. Raises BadRow for one that the model has no embedding
-        for."""
+        """Check token ids, int32 [P], and return them unchanged. Raises BadRow for an id that the model has no
+        embedding for; `of`: the prompt, for the error."""
         if self._embeddings and len(ids) and (beyond := int(ids.max())) >= self._embeddings:
             raise BadRow(
                 f"token {self.inner.convert_ids_to_tokens(beyond)!r} of {excerpt(of)} has id {beyond}, and the "
@@ -110,7 +110,7 @@ class Tokenizer:
 
     @cached_property
     def _embeddings(self) -> int:
-        """Number of ids that the model of the folder knows; 0 if that is unknown."""
+        """Number of token embeddings of the folder's model; 0 if unknown."""
         config = self._config
         return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0)
 
@@ -168,7 +168,7 @@ class Tokenizer:
         return self._text_arguments[source]
 
     def _prefix(self, bos: bool | None) -> list[int]:
-        """Ids before a text prompt."""
+        """Ids that are put before a text prompt; `bos` as in `encode_prompt`."""
         if bos is None:
             return self._default_prefix
         if bos and self.inner.bos_token_id is None:
@@ -242,8 +242,8 @@ def generation_eos_ids(path: Path) -> set[int]:
 
 
 def recommended_sampling(path: Path) -> dict[str, float]:
-    """Temperature, top_p and top_k with which a folder's `generation_config.json` has transformers sample, as far as it
-    names them."""
+    """Those of temperature, top_p and top_k that a folder's `generation_config.json` sets for sampling with
+    transformers."""
     file = path / "generation_config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
     named = {key: config.get(key) for key in ("temperature", "top_p", "top_k")} if config.get("do_sample") else {}

@@ -12,7 +12,7 @@ class ConfigError(ValueError):
 
 
 class NotTried(RuntimeError):
-    """A check before a run that could not be made here; its text is a sentence that says what, and why."""
+    """A check before a run could not be made on this machine; the text says which check, and why."""
 
 
 def refuse(key: str, value: Any, why: str, fix: str, cause: BaseException | None = None) -> NoReturn:

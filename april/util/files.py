@@ -147,7 +147,8 @@ Result = TypeVar("Result")
 
 
 def retried(call: Callable[..., Result], *arguments: Any) -> Result:
-    """The result of a call that may be made again after an OSError, other than a missing file, as that may pass."""
+    """Call a function, and call it again after each of the pauses `AGAIN_S` if it raises an OSError other than
+    FileNotFoundError, which may be temporary; returns its result."""
     for pause_s in AGAIN_S:
         try:
             return call(*arguments)
@@ -160,7 +161,7 @@ def retried(call: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def read_whole(path: Path) -> bytes:
-    """Content of a file, `retried`. Raises OSError."""
+    """Content of a file; a failed read is `retried`. Raises OSError."""
     return retried(path.read_bytes)
 
 
@@ -188,16 +189,16 @@ def keep_private(run_dir: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder if it is not there, and close it to other users if it is this user's. Raises OSError if it cannot
-    be made."""
+    """Create a folder unless it exists; remove other users' access to it if this user owns it. Raises OSError if it
+    cannot be created."""
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
         folder.chmod(PRIVATE_FOLDER)
 
 
 def open_lock(path: Path) -> int:
-    """Open a file to be locked. It is closed to other users, each of whom could else hold the lock for good; child
-    processes do not inherit the descriptor. Raises OSError."""
+    """Open a lock file that only this user can open, since other users could hold the lock forever. Child processes do
+    not inherit the descriptor. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
     with contextlib.suppress(PermissionError):
         os.fchmod(descriptor, PRIVATE_FILE)
@@ -205,14 +206,14 @@ def open_lock(path: Path) -> int:
 
 
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-"""Flags of `os.open` for a folder itself, and no link to one."""
+"""Flags of `os.open` that open a folder and refuse a symbolic link to one."""
 
 
 def remove_folder(folder: str, deadline_s: float) -> None:
     """Remove a folder and all in it, as far as that can be done until `deadline_s` of the monotonic clock.
 
-    Folders within are moved up into `folder` before they are emptied. So depth costs no stack, no descriptors, and no
-    path longer than the system takes.
+    Subfolders are moved up into `folder` before they are emptied, so that deep nesting needs no recursion, no further
+    descriptors and no long paths.
     """
     with contextlib.suppress(OSError):
         make_accessible(folder)
@@ -249,7 +250,8 @@ def delete_files(folder: int, deadline_s: float) -> list[str]:
 
 
 def make_accessible(name: str, parent: int | None = None) -> None:
-    """Give the owner of a folder all rights to it, which a program may have taken away. Follows no link."""
+    """Give a folder's owner all access rights again, which the program that made the folder may have removed. Does not
+    follow symbolic links."""
     descriptor = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
         os.chmod(f"/proc/self/fd/{descriptor}", stat.S_IRWXU)
@@ -266,7 +268,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Types of rotary positions whose frequencies depend on the longest sequence of a batch."""
+"""Types of rotary position embedding (RoPE) whose frequencies depend on the longest sequence of a batch."""
 
 
 def length_dependent_positions(config: Any) -> str:

@@ -45,8 +45,8 @@ def exit_at_once(status: int) -> NoReturn:
 
 
 class PartThread(threading.Thread):
-    """A daemon thread that its process cannot do without: an exception in it is logged and ends the process with
-    status 1. Whoever supervises the process starts it again, where it would have stood still."""
+    """A daemon thread without which its process would hang: an exception in it is logged and ends the process with
+    status 1, so that the supervisor restarts the process."""
 
     def __init__(self, name: str, target: Callable[..., object], *arguments: object):
         super().__init__(name=name, target=target, args=arguments, daemon=True)
@@ -136,7 +136,7 @@ class EnduringStream:
 
 
 def endure_lost_readers() -> None:
-    """Have this process go on although nobody reads its output any more."""
+    """Let this process continue when the reader of its stdout or stderr is gone."""
     sys.stdout, sys.stderr = EnduringStream(sys.stdout), EnduringStream(sys.stderr)
 
 
@@ -196,7 +196,7 @@ def give_way() -> None:
 
 
 def pass_on_niceness() -> None:
-    """Give this process's session, which the process leads, the niceness of the process."""
+    """Set the niceness of this process's session (which it leads) to that of the process."""
     for _ in range(20):
         try:
             SESSION_NICENESS.write_text(str(os.nice(0)))
@@ -218,7 +218,7 @@ SEARCHES = 5
 
 
 def new_mark() -> dict[str, str]:
-    """Environment entry with a new mark, for a process that will be ended with its descendants."""
+    """A new mark, as the environment entry (name, value) for a process that will be killed with all its descendants."""
     return {MARK: secrets.token_hex(16)}
 
 
@@ -272,8 +272,8 @@ KILLED_S = 10.0
 
 
 def reap(process: subprocess.Popen[Any]) -> int | None:
-    """Wait for a process that was killed; returns its exit status. One that the kernel does not end, as while a device
-    or a network disk does not answer, is left behind: None."""
+    """Wait up to `KILLED_S` for a killed process; returns its exit status. None for a process that the kernel cannot
+    end, as while a device or network disk does not answer; it is left behind."""
     try:
         return process.wait(KILLED_S)
     except subprocess.TimeoutExpired:

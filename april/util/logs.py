@@ -14,11 +14,12 @@ from typing import Any, TextIO
 import orjson
 
 IDS = ("run", "worker", "role", "group", "sample", "step")
-"""Fields of a log record that name what it is about: log.info(..., extra={"worker": name})."""
+"""Names of the id fields that a log record may have, given as log.info(..., extra={"worker": name})."""
 
 
 MAX_RECORD_CHARACTERS = 16_384
-"""Longest text of a log record; of a longer one the middle is left out, whatever it repeats of a request or a peer."""
+"""Most characters of a log record's text; the middle of a longer text is left out, since it may quote a request or a
+peer."""
 
 
 def shortened(text: str, most: int = MAX_RECORD_CHARACTERS) -> str:

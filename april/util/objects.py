@@ -48,7 +48,7 @@ SHORTEST_SECRET = 6
 LONGEST_REASON = 300
 """Longest error text in characters."""
 DONE = {"write": "written", "read": "read", "list": "listed", "remove": "removed"}
-"""Operation -> its past participle, for error sentences."""
+"""Name of an operation -> its past participle, for sentences such as "cannot be written"."""
 
 
 class StoreError(Exception):
@@ -64,7 +64,7 @@ class StoreLacks(StoreRefused):
 
 
 class Late(Exception):
-    """A try made no progress within the timeout."""
+    """One try of a call made no progress within the timeout."""
 
 
 class ObjectStore:
@@ -83,7 +83,7 @@ class ObjectStore:
         return self.timeout_s * (1 + len(self.delays_s)) + sum(self.delays_s)
 
     def tried_once(self) -> "ObjectStore":
-        """The same store without retries and with a short timeout."""
+        """A copy of this store whose calls are tried once, with a short timeout."""
         return ObjectStore(self.url, min(self.timeout_s, SINGLE_TRY_TIMEOUT_S), ())
 
     def put(self, path: Path, name: str) -> None:
@@ -291,7 +291,7 @@ def settle(files: Any, full_name: str) -> None:
 
 
 def reason(error: Exception) -> str:
-    """The text of an error in one line, without secrets from URLs or the environment."""
+    """An error's text as one line, with secrets from URLs and the environment masked."""
     text = " ".join(f"{error}".split()) or type(error).__name__
     text = re.sub(r"\?[^\s'\"]*=[^\s'\"]*", "?…", text)
     text = re.sub(r"//[^/\s@]*@", "//…@", text)

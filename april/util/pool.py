@@ -35,7 +35,7 @@ STDERR = 2
 LENGTH_BYTES = 4
 """Size of the length prefix of a frame, which is one encoded message."""
 READY = bytes(LENGTH_BYTES)
-"""An empty frame: the process is ready."""
+"""The empty frame with which a process says that it is ready for items."""
 RulesT = TypeVar("RulesT")
 
 
@@ -46,11 +46,11 @@ def frame(message: Any) -> bytes:
 
 
 def start_with_channel(*words: str, prints: int | BinaryIO = STDERR) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a Python process with the arguments `words`, in a session of its own, that finds modules where this one
-    does. Returns it with this end of a channel, which does not block.
+    """Start a Python process with the arguments `words`, in a session of its own and with this process's import path.
+    Returns the process, and this side's non-blocking socket of a channel to it.
 
-    The other end is its stdin, so that nothing that it prints, at its start or later, gets among the messages; that
-    goes to `prints`. Raises OSError.
+    The channel's other end is the process's stdin, so that text it prints never mixes with messages; stdout and stderr
+    go to `prints`. Raises OSError.
     """
     near, far = socket.socketpair()
     with far, contextlib.ExitStack() as opened:
@@ -76,8 +76,8 @@ def private_channel() -> tuple[int, BinaryIO]:
 
 
 def read_rules(incoming: int, kind: type[RulesT]) -> RulesT:
-    """Read the first frame of a channel, the settings of this process. A command line would show them, and the keys
-    that they may hold, to every user of the machine."""
+    """Read the first frame of a channel: the settings of this process, decoded as `kind`. They are not passed on the
+    command line, which every user of the machine can read, since they may hold keys."""
     size = int.from_bytes(read_exactly(incoming, LENGTH_BYTES), "little")
     return msgspec.msgpack.decode(read_exactly(incoming, size), type=kind)
 
@@ -112,7 +112,7 @@ RETIRED = 75
 
 ItemT = TypeVar("ItemT", bound=msgspec.Struct)
 AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
-"""Types of the items and of the answers; both have a field `key`."""
+"""Type variable of the answers; an answer has the same field `key` as its item (of type ItemT)."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         """Items that wait for a free process."""
         self._answers: list[AnswerT] = []
         self._lock = threading.RLock()
-        """Held by whoever reads or changes the pool's state."""
+        """Lock that guards the pool's state."""
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
         self._closed = False
         self._error: Exception | None = None
-        """Why the thread has ended before the pool was closed; `poll` raises it."""
+        """Exception that ended the pool's thread before the pool was closed; `poll` raises it."""
         self.processes = [self.start_process() for _ in range(processes)]
         self._thread = threading.Thread(target=self._run, name="process pool", daemon=True)
         self._thread.start()
@@ -149,11 +149,12 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         raise NotImplementedError
 
     def retry(self, item: ItemT, failure: Failure) -> ItemT | None:
-        """The item to try instead of one whose process failed; None: the item gets the failure as its answer."""
+        """The item to queue again after `item`'s process failed, such as `item` itself; None: the failure becomes its
+        answer."""
         return None
 
     def joins(self, item: ItemT, batch: Sequence[ItemT]) -> bool:
-        """Whether a queued item is handed out together with the items before it."""
+        """Whether a queued item is handed to a process together with the `batch` of items before it."""
         return False
 
     def put(self, *items: ItemT) -> None:

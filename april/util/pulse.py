@@ -27,7 +27,8 @@ LATE = 10
 LEAST_S = 1e-3
 """Lower bound of the usual duration, in seconds."""
 LOOK_S = 1.0
-"""Interval of the watchdog. It counts its own intervals, since a suspended process does not hang."""
+"""Seconds between the watchdog's checks. It measures time by counting its checks, as a suspended process does not
+hang."""
 
 
 class LoopMark(NamedTuple):
@@ -37,7 +38,8 @@ class LoopMark(NamedTuple):
     since: float
     """Unix time of the mark in seconds."""
     takes_long: bool
-    """Whether durations at this position vary too much to have a usual one, as with files and waits for others."""
+    """Whether the time at this position varies too much for a usual duration, as with file access and waits for
+    peers."""
 
 
 class LoopPosition(NamedTuple):

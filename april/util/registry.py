@@ -53,7 +53,7 @@ registries, and all packages import the configuration."""
 
 
 FOLDERS_VARIABLE = "APRIL_FOLDERS"
-"""Environment variable with the folders of the user's own parts, for processes that this one starts; as PYTHONPATH."""
+"""Environment variable with the folders of the user's own parts, for child processes; formatted like PYTHONPATH."""
 
 
 def add_import_folders(*folders: Path) -> None:
@@ -65,9 +65,9 @@ def add_import_folders(*folders: Path) -> None:
 
 
 def python_command(*words: str) -> list[str]:
-    """Command line of a Python process with the arguments `words`, which imports nothing of the working directory in
-    place of an installed module, such as a `random.py` there. Where April itself is found only in that directory, a
-    checkout that is not installed, it stays the first on the path."""
+    """Command line of a Python process with the arguments `words`. A file in the working directory, such as
+    `random.py`, does not hide an installed module in it, unless April itself is only in that directory (a checkout that
+    is not installed)."""
     folders = [folder for folder in sys.path if os.path.abspath(folder) != os.getcwd()]
     finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))  # Python's import skips others too
     found = next(filter(None, (finder.find_spec("april", folders) for finder in finders)), None)
@@ -76,8 +76,9 @@ def python_command(*words: str) -> list[str]:
 
 
 def python_environment() -> dict[str, str]:
-    """Environment of a Python process that finds modules where this one does, those of `add_import_folders` once it
-    calls that itself: on PYTHONPATH they would come before packages that are installed as editable."""
+    """Environment of a child Python process with this process's import path, except for the folders of
+    `add_import_folders`: on PYTHONPATH they would precede editable installs, so the child adds them itself by that
+    function."""
     own = set(os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep))
     own.discard(str(Path(sys.modules["april"].__file__ or "").parents[1]))  # April itself, where it is not installed
     own |= {path for path in sys.path if Path(path).is_relative_to(sysconfig.get_path("stdlib"))}
@@ -152,9 +153,9 @@ Answer = TypeVar("Answer")
 def call_each(
     parts: dict[str, Part], noun: str, call: Callable[[Part], Answer], failed: dict[str, str] | None = None
 ) -> dict[str, Answer]:
-    """Call a function of each part that a run uses; returns the answers by name of the part. A part that raises an
-    exception is logged as `noun` and removed from `parts`: nothing optional is worth a run. `failed`: gets a sentence
-    about it under its name."""
+    """Apply `call` to each part; returns the results by the part's name. A part that raises an exception is removed
+    from `parts` and logged as a failed `noun`, so that an optional part cannot end a run. `failed`: dictionary that
+    gets a sentence about each removed part, by name."""
     answers = {}
     for name, part in list(parts.items()):
         try:

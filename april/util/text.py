@@ -8,11 +8,12 @@ from typing import Any
 GROUP_REWARD = "group:"
 """Prefix of the name of a reward that scores all responses of a prompt together."""
 ROW_PROMPT_REWARDS = ("trl:", "trl_text:", "verifiers:")
-"""Prefixes of rewards whose functions get the prompt as the row has it, besides its text."""
+"""Prefixes of rewards whose functions get the prompt as in the dataset row (text or messages), besides the rendered
+text."""
 
 
 def takes_row_prompt(reward: str) -> bool:
-    """Whether the named reward gets the prompt as the row has it."""
+    """Whether the named reward's function gets the prompt as in the dataset row (`ROW_PROMPT_REWARDS`)."""
     return reward.removeprefix(GROUP_REWARD).startswith(ROW_PROMPT_REWARDS)
 
 
@@ -31,8 +32,8 @@ def format_bytes(count: float) -> str:
 
 
 def cut_in_middle(text: str, characters: int) -> str:
-    """A text of at most `characters`, at least 1: of a longer one its beginning and its end, with a mark between them.
-    What is not printable, but for ends of lines and tabs, becomes a space."""
+    """Shorten a text to at most `characters` (1 or more): its beginning and end, with an ellipsis between them.
+    Unprintable characters other than newlines and tabs become spaces."""
     if len(text) > characters:
         begin, end = characters // 2, (characters - 1) // 2
         text = f"{text[:begin]}…{text[len(text) - end :]}"
@@ -51,19 +52,20 @@ SECRET_WORD = (
 SECRET_NAME = re.compile(f"{SECRET_WORD}$", re.IGNORECASE)
 """Regular expression for the name of an option, a variable or a header that holds a secret."""
 HARMLESS_NAMES = {"hint_key", "images_key", "keys", "label_key", "prompt_key", "tools_key"}
-"""Keys of April's own configuration that are named like secrets and are none: a folder, and names of columns."""
+"""Keys of April's configuration whose names look like secrets but are not: a folder of keys, and names of columns."""
 URL_QUERY = re.compile(r"""(://[^\s'"?#]*\?)[^\s'"#]*=[^\s'"#]*""")
 URL_USER = re.compile(r"""(://)[^/\s@'"]+(?=@)""")
-"""Regular expressions for the parts of a URL that hold secrets, and what is before them: query, user with password."""
+"""Regular expression for user and password in a URL; group 1 is what stands before them. URL_QUERY is the same for a
+URL's query."""
 NAME = rf"(?<![\w.-])(?!(?-i:(?:[\w.-]*\.)?(?:{'|'.join(HARMLESS_NAMES)}))(?![\w.-]))([\w.-]*{SECRET_WORD})"
 QUOTED = r"""[\[({]*+(?:"[^"]*"?|'[^']*'?)"""
 ASSIGNMENT = re.compile(
     rf"""{NAME}(?:(?:=|\s+=\s+)(?:{QUOTED}|[^\s'"]*)|["']?:\s*+(?:{QUOTED}|[^'"]+))""", re.IGNORECASE
 )
-"""Regular expression for `NAME=VALUE` and `NAME: VALUE` in a text, such as a variable's in a shell, or a header, with
-the name of a secret."""
+"""Regular expression for `NAME=VALUE` and `NAME: VALUE` in a text (shell variables, headers), where NAME is a secret's;
+group 1 is NAME."""
 FLAG = re.compile(rf"(?=-){NAME}\s+(?:{QUOTED}|\S+)", re.IGNORECASE)
-"""Regular expression for `--NAME VALUE` in a text, with the name of a secret."""
+"""Regular expression for `--NAME VALUE` in a text, where NAME is a secret's; group 1 is `--NAME`."""
 
 
 def is_secret(name: str) -> bool:
@@ -72,8 +74,8 @@ def is_secret(name: str) -> bool:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A value of a configuration, named `name`, with MASK in place of its secrets: texts in an option that is named
-    like a secret, user and query of URLs, and values of arguments and variables in texts."""
+    """Copy the configuration value of the key `name` with MASK in place of secrets: all texts if the key is named like
+    a secret; in other texts user and query of URLs, and values of arguments and variables named like secrets."""
     hidden = is_secret(name)
     if isinstance(value, Mapping):
         return {key: masked(inner, name if hidden else str(key)) for key, inner in value.items()}
@@ -90,7 +92,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def flag_name(word: str) -> str:
-    """The name of a command-line flag whose value is the next word; empty if the word is none."""
+    """Name of the command-line flag `word` if the next word is its value; empty if `word` is not such a flag."""
     return word.lstrip("-") if word.startswith("-") and "=" not in word else ""
 
 
@@ -127,6 +129,6 @@ def plain_number(sign: str, digits: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """First line of what an error says, with the one behind it where it ends with a colon; at most 200 characters."""
+    """First line of an error's text and, if it ends with a colon, the next line; at most 200 characters."""
     first, _, others = (str(error).strip() or type(error).__name__).partition("\n")
     return (f"{first} {others.strip().splitlines()[0]}" if first.endswith(":") and others else first)[:200]

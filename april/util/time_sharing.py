@@ -52,7 +52,7 @@ class EngineTimeSharing(TimeSharing):
         return not all(map(is_free, self._request_locks))
 
     def take(self) -> bool:
-        """Take a time slice unless the learner requests one; whether this process has one now."""
+        """Take a time slice unless the learner requests one; returns whether this process has a time slice now."""
         if not self.has_slice and not self.is_requested:
             self.has_slice = all(try_lock(descriptor, fcntl.LOCK_SH) for descriptor in self._slice_locks)
             if not self.has_slice:
@@ -108,7 +108,7 @@ def accelerator_names(device: str) -> list[str]:
 
 
 def try_lock(descriptor: int, kind: int) -> bool:
-    """Take a lock (`fcntl.LOCK_SH` or `LOCK_EX`) without waiting; whether that succeeded."""
+    """Take the file lock `kind` (`fcntl.LOCK_SH` or `LOCK_EX`) without waiting; returns whether that succeeded."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -148,8 +148,8 @@ def encode(
 
 
 def encodable(value: Any) -> Any:
-    """A value of built-in types whose texts have a replacement character for each half of a surrogate pair, as in the
-    message of an error in somebody's code."""
+    """Copy a value of built-in types with each lone surrogate in its texts, which UTF-8 cannot encode, replaced by
+    U+FFFD. Error messages of user code may have some."""
     if isinstance(value, dict):
         return {encodable(key): encodable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

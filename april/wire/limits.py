@@ -54,7 +54,7 @@ MAX_CUT_CHUNK_TOKENS = FROM_PEER.frame_bytes // (4 * (MAX_SUPPORT_IDS + 3))
 MAX_STEP_METRICS = 1024
 """Most metrics that a learner may report for one step."""
 PENALTIES = ("overlong", "format")
-"""Details that are penalties, which April adds to a reward."""
+"""Names of the reward details that are penalties, which April adds to a reward."""
 OWN_REWARD = "reward"
 """Name of the part of a reward that is the reward of the run's verifier itself."""
 RESERVED_DETAILS = ("correct", "base", "over_limit", *PENALTIES)
@@ -76,11 +76,11 @@ MAX_TEACHER_TOP_K = 256
 MAX_VALUES_PER_TOKEN = 2 * MAX_TEACHER_TOP_K
 """Most values of one token score for each token: an id and a log-probability for each of a teacher's top k."""
 MAX_TOKEN_SCORE_BYTES = 64 << 20
-"""Most bytes of the token scores that one closing has; those above `MAX_REPORT_BYTES` come in several reports."""
+"""Most bytes of token scores for one lease; more than `MAX_REPORT_BYTES` are split over several reports."""
 FEEDBACK = "feedback"
-"""Name under which a verifier gives a text on a response, beside the details of its reward."""
+"""Key of a verifier's result for its text feedback on a response, which is returned beside the reward's details."""
 MAX_FEEDBACK_CHARACTERS = 32_768
-"""Most characters of the feedback of one score, that on all responses of a group together."""
+"""Most characters of feedback in one score; a score of a whole group counts its responses together."""
 MAX_ACTIVITY_SPANS = 20_000
 """Most spans of worker activity in one line of metrics.jsonl; further ones are not recorded."""
 MAX_TALLIES = 16_384

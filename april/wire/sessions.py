@@ -74,9 +74,9 @@ class Heartbeat(Message):
     loop_position: Name = ""
     """Activity of the peer's main loop, such as "decoding"; "" if not reported."""
     loop_elapsed_s: Seconds = 0.0
-    """Seconds that the main loop has been doing that."""
+    """Seconds that the main loop has been at `loop_position`."""
     loop_usual_s: Seconds = 0.0
-    """Median seconds that the main loop takes for that; 0 if unknown."""
+    """Median seconds that the main loop stays at `loop_position`; 0 if unknown."""
     slots: Slots | None = None
     """Use of a worker's slots; None from other peers, or if not reported."""
 
@@ -147,8 +147,8 @@ def image_parts(name: str, png: bytes) -> Iterator[tuple[KeepImage, list[np.ndar
 
 
 class ImageKept(Message):
-    """Answer to the last part of an image: it is on disk, and stays there for at least ten minutes without a turn or a
-    prompt that names it."""
+    """Answer to the last part of an image: it is on the broker's disk, and stays there at least ten minutes even if no
+    turn or prompt names it."""
 
     name: str
     fault: str = ""

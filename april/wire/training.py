@@ -58,11 +58,11 @@ Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 
 
 class WeightFolder(msgspec.Struct, array_like=True, frozen=True):
-    """A snapshot of one version of the weights that the learner has written, in `weights.folder`."""
+    """A snapshot of one version of the weights, which the learner has written below `weights.folder`."""
 
     version: Version
     digest: Sha256
-    """SHA-256 of the folder's list of checksums, by which whoever reads the folder checks every file."""
+    """SHA-256 of the folder's list of checksums, with which readers of the folder verify every file."""
 
 
 class WeightsWritten(Message):
@@ -160,12 +160,12 @@ class SampleHead(msgspec.Struct, array_like=True, frozen=True):
     shared_tokens: int = 0
     """Number of tokens at the beginning of a fork that belong to its parent."""
     shown_images: list[tuple[Name, Number]] = []
-    """(name, offset in the response of the first token that may be a placeholder of it) of each image in the response,
-    in order; they follow those of the prompt."""
+    """For each image in the response, in order: (name, offset in the response from which its placeholder tokens are
+    looked for). The prompt's images come before these."""
     feedback: str = ""
     """Text that the verifier gave beside the reward."""
     hinted: bytes = b""
-    """Token ids, little-endian int32, of the prompt under which the policy teaches itself on this sample; b"": those of
+    """For self-distillation on this sample: token ids, little-endian int32, of the prompt with its hint; b"": that of
     the group."""
 
 
@@ -192,8 +192,8 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     images: list[str] = []
     """Names of the prompt's images, in order; `FetchImages` gets them."""
     hinted: bytes = b""
-    """Token ids, little-endian int32, of the prompt under which the policy teaches itself; b"" without, and where each
-    sample has its own."""
+    """For self-distillation: token ids, little-endian int32, of the prompt with its hint (`algorithm.hint`); b""
+    without, and if each sample has its own."""
     source: Number = 0
     """Number of the prompt's source, its place in `data.sources`; 0 where there is one source, or the trainer submits
     prompts."""

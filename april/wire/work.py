@@ -91,13 +91,13 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     stop_token_ids: list[int]
     """Token ids that end the turn, in addition to those that end every turn."""
     shown_images: list[tuple[Name, Number]] = []
-    """(name, offset in the response of the first token that may be a placeholder of it) of each image in the response
-    so far, in order; they follow those of the prompt. Empty if `scoring`."""
+    """For each image in the response so far, in order: (name, offset in the response from which its placeholder tokens
+    are looked for). The prompt's images come before these. Empty if `scoring`."""
     forks: list[Number] = []
-    """For a teacher of agents' sessions: offset of the first token that the policy sampled, for each fork in which it
-    has sampled some, session by session. Their arrays follow the responses."""
+    """If a teacher scores agent sessions: for each fork with sampled tokens, session by session, the offset of the
+    first sampled token. Their arrays follow the response arrays in the message."""
     rewarded: bool = False
-    """Whether the agent has said the reward, which stands, so that only the teacher is asked."""
+    """Whether the agent has already set the final reward, so that only the teacher's token scores are needed."""
 
     @property
     def responses(self) -> int:
@@ -128,17 +128,17 @@ class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
 
 
 class TokenScored(Scored, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A score with token scores or feedback, in a report without rows. The values of all closings are the report's
-    array; a closing with more than a report holds is repeated in several, each with the next part of them, and counts
-    with the last."""
+    """A score with token scores or feedback, in a report without rows. The report's array holds the values of all its
+    `TokenScored`. Values that exceed one report are split: the `TokenScored` is repeated in several reports, each with
+    the next part, and ends the lease with the last."""
 
     columns: list[dict[Name, Number]] = []
-    """Number of values of each token score, by its name and in the order of the values; one mapping for each response.
-    As many as the response has tokens, those of observations included, or a multiple of that, token by token; or as
-    many as the policy has taken turns in it. Of agents' sessions for each of the grant's `forks`, for its tokens from
-    the first that the policy sampled on."""
+    """One mapping for each response, from the name of each token score to its number of values, in the order of the
+    values. That is the number of the response's tokens, observations included, or a multiple of it (several values per
+    token), or the number of the policy's turns. For agent sessions: one mapping for each of the grant's `forks`, for
+    its tokens from the first sampled one on."""
     start: Number = 0
-    """Number of its values that came before, in the reports just before this one."""
+    """Number of values of this `TokenScored` that the reports before this one have brought."""
     feedback: list[str] = []
     """For each response, the text that its verifier gave beside the reward, or ""; empty if no response has any."""
 
@@ -170,7 +170,7 @@ class Report(Message):
     """A holder's new tokens, and the leases that end after them.
 
     Two uint8 arrays, or none without new tokens: rows (`wire.rows`) and their payloads. Or one float32 array: the
-    values of the closings' token scores (`TokenScored`).
+    token-score values of the `TokenScored` in `closings`.
     """
 
     closings: list[Closing] = []
@@ -186,12 +186,12 @@ class Answers(Message):
     nacks: list[tuple[int, int]] = []
     """(lease id, length): response tokens from the length on are missing; the holder has to report them again."""
     rejects: list[tuple[int, str]] = []
-    """(lease id, reason): the report on this lease was rejected; drop the lease. After `BAD_ROW` it goes on in the
-    ledger, and is to be given back."""
+    """(lease id, reason): the report on this lease was rejected, and the holder drops the lease. If the reason begins
+    with `BAD_ROW`, the lease is still current, and the holder gives it back."""
 
 
 BAD_ROW = "bad row: "
-"""Beginning of the reason where the payload of a row was at fault."""
+"""Beginning of a reject's reason if the payload of a row was faulty."""
 
 
 class Abort(Message):

@@ -30,7 +30,7 @@ class Dialect:
     path: ClassVar[str]
     """URL path of the API's requests."""
     neutral_values: ClassVar[dict[str, tuple[Any, ...]]]
-    """Values of each parameter that do not change the sampling distribution."""
+    """For each request parameter, the values that do not change the sampling distribution."""
     numbers_events: ClassVar[bool] = False
     """Whether the events of a stream carry sequence numbers."""
     stream_terminator: ClassVar[bytes] = b""

@@ -1,5 +1,5 @@
-"""The allow-list: a file with one entry `key role name` per peer, read again whenever it changes. A file that is just
-being written may be short of lines, so what is missing in it counts as removed only once the file has stood still.
+"""The allow-list: a file with one entry `key role name` per peer, read again whenever it changes. A file that is being
+written may lack lines, so a missing entry counts as removed only once the file has not changed for `SETTLE_S`.
 
 # comment
 Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID worker w7
@@ -17,8 +17,7 @@ from april.wire.security.keys import KEY_CHARACTERS, ROLES
 log = logging.getLogger(__name__)
 
 SETTLE_S = 2.0
-"""Seconds for which the file must not have changed before entries that it lacks, or has otherwise, lose their old
-meaning."""
+"""Seconds without a change of the file after which removed and altered entries take effect; new entries do at once."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ RUN_KEYS = "keys"
 ROLES = ("worker", "scorer", "agents", "learner", "monitor")
 KEY_CHARACTERS = 40
 WITHOUT_MODES = "give another 'run.dir', or a folder that `april keygen` has made elsewhere"
-"""Fix for a file system that keeps no file modes, such as a drive of Windows under WSL, CIFS or FUSE."""
+"""Advice in the error for a file system without file modes (Windows drives under WSL, CIFS, FUSE), where a key file
+cannot be private."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""The check of requests that each of April's HTTP servers makes: none is answered that a web page of another site has
-sent, or that was sent to a name which is not the server's.
+"""The check of requests in all of April's HTTP servers: it refuses requests from web pages of other sites, and requests
+to a host name that is not the server's.
 
 A browser lets any page send requests to any address, this machine's loopback included, and says in `Origin` where the
 page comes from. A page whose own name has been pointed at this machine (DNS rebinding) counts as the server's own for a
@@ -57,7 +57,7 @@ class CheckedRequestHandler(BaseHTTPRequestHandler):
     """A request handler of the standard library's HTTP server that makes the check."""
 
     names: frozenset[str] = frozenset()
-    """`names_of` the server."""
+    """Host names of the server, from `names_of`."""
 
     def parse_request(self) -> bool:
         if not super().parse_request():
@@ -69,8 +69,8 @@ class CheckedRequestHandler(BaseHTTPRequestHandler):
 
 
 def check_requests(names: Collection[str], has_secret: "Callable[[web.Request], bool]" = lambda request: False) -> Any:
-    """Middleware of aiohttp's server that makes the check. `has_secret`: whether a request carries a secret that no
-    page has; it may come under any name, as through a proxy that sets one of its own."""
+    """Create the aiohttp middleware that makes the check. `has_secret`: whether a request carries a secret that no web
+    page knows; such a request may have any Host, since a proxy may set its own."""
     from aiohttp import web
 
     @web.middleware

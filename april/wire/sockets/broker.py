@@ -72,7 +72,8 @@ class BrokerConnection:
         self.role, self.name, self.uid = role, name, uid
         self.patience_s = patience_s
         self.received_bytes = self._reported_bytes = 0
-        """Bytes of arrays received in this session, and the part of them that was reported over the data connection."""
+        """Bytes of arrays received in this session; `_reported_bytes`: how many of them were reported to the broker
+        over the data connection."""
         self._sequence = 0
         self._next_beat = 0.0
         self._context = zmq.Context()
@@ -196,7 +197,7 @@ class BrokerConnection:
         return received
 
     def _beat(self) -> None:
-        """Send a heartbeat over the data connection as well."""
+        """Send a heartbeat over the data connection, in addition to those of the control connection."""
         self._next_beat, self._reported_bytes = clock.now() + BEAT_OVER_DATA_S, self.received_bytes
         self.send(wire.Heartbeat([], self._control.emitted_tokens, self.received_bytes))
 
