@@ -24,7 +24,7 @@ CLOSE_S = 2
         help="Address to listen on; beyond loopback the printed token is needed [default: 127.0.0.1].",
     ),
     option("--port", type=int, default=PORT, help=f"Port to listen on; 0: any free one [default: {PORT}]."),
-    option("--token", help="Token that a browser has to show [default: a new one beyond loopback, otherwise none]."),
+    option("--token", help="Secret that a browser has to send [default: a new one beyond loopback, otherwise none]."),
     MONITOR_KEYS,
 )
 def dashboard(run: str, host: str, port: int, token: str | None, keys: Path | None) -> int:

@@ -57,7 +57,7 @@ def make_pictures(out: Path, train: int, heldout: int, seed: int) -> int:
         "--arguments", type=json.loads, default={}, metavar="JSON", help="JSON object of arguments of the environment."
     ),
     option("--out", type=Path, help="Folder for the rows [default: cache/NAME]."),
-    option("--most", type=int, default=-1, help="Largest number of rows in each file [default: all]."),
+    option("--most", type=int, default=-1, help="Most rows to write to each file; -1: all [default: -1]."),
 )
 def verifiers(name: str, arguments: dict[str, Any], out: Path | None, most: int) -> int:
     """Write the rows of an environment of the package `verifiers` as prompts."""

@@ -26,7 +26,7 @@ from april.cli.command import CONFIG, command, option
     option(
         "--restarts",
         type=int,
-        help="Restarts in a row without useful work before giving up; 0 leaves them to the platform [default: "
+        help="Most restarts in a row without useful work; 0 leaves restarts to the platform [default: "
         "max_restarts of the part's section].",
     ),
     option("--nodes", type=int, default=1, help="Machines that the learner is spread over [default: 1]."),

@@ -13,7 +13,7 @@ from april.util.errors import ConfigError, refuse, refuse_for
     lists_keys=True,
 )
 def plan(config: list[Path], gpu: float, overrides: list[str]) -> int:
-    """Say what a run needs of accelerators of so much memory; exit status 1 if it does not fit."""
+    """Print the memory that a run needs on an accelerator, and keys that make it fit; exit status 1 if it does not."""
     from april.config.hub import Fetcher
 
     if not 0 < gpu < math.inf:

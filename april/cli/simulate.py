@@ -58,7 +58,7 @@ def simulate(
     option(
         "--mean-staleness",
         type=float,
-        help="Largest mean age of trained tokens that may be chosen, in policy steps [default: any].",
+        help="Largest mean age of trained tokens, in policy steps; a lower one costs throughput [default: any].",
     ),
     option(
         "--trace",
@@ -81,7 +81,12 @@ def tune(
 
 @command(
     option("--model", type=Path, required=True, help="Hugging Face folder of the policy."),
-    option("--slots", type=int, default=64, help="Sequences decoded together [default: 64]."),
+    option(
+        "--slots",
+        type=int,
+        default=64,
+        help="Most sequences decoded together; the measured loads are shares of it [default: 64].",
+    ),
     option("--out", type=Path, default=Path("cost.toml"), help="File for the [cost] table [default: cost.toml]."),
     overrides=True,
 )

@@ -19,7 +19,8 @@ from april.cli.simulate import check_writable
     option(
         "--out",
         required=True,
-        help="JSONL file of lengths, Perfetto's file, or the collector's http://HOST:4318/v1/traces.",
+        help="Destination: a JSONL file for lengths, a trace file for export, or for send the collector's URL, such as "
+        "http://HOST:4318/v1/traces.",
     ),
 )
 def trace(what: str, run: Path, out: str) -> int:

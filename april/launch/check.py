@@ -79,16 +79,16 @@ PEFT_PREFIX = "base_model.model."
 """Beginning of the names of tensors that peft has saved with its wrapper."""
 PLAIN_TYPES = ("llama", "qwen2", "qwen3")
 PLAIN_POSITIONS = ("default", "linear", "llama3", "yarn")
-"""Types of models, and of rotary positions, that engines and learner are tested with, and that are not tried."""
+"""Types of models, and of rotary positions, that engines and learner are tested with. A run does not try them again."""
 TRIAL = "from april.launch.check import tell_objections; tell_objections()"
 TRIAL_S = 600.0
 DEVICE = "cuda"
 NEEDS_DEVICE = re.compile(r"cuda|gpu|triton|nvidia|rocm|active driver|'CPU' backend", re.IGNORECASE)
-"""Regular expression for a traceback that may be for lack of an accelerator."""
+"""Regular expression for a traceback whose cause may be that there is no accelerator."""
 NEEDS_RUN = re.compile(r'"(?:<frozen os>|\S+/os\.py)", line \d+, in __getitem__|process group has not been init', re.I)
-"""Regular expression for a traceback that may be for lack of what only a rank has: its environment, its collectives."""
+"""Regular expression for a traceback whose cause may be that only a rank has its environment and its collectives."""
 DEVICE_TAKEN = re.compile(r"out of memory|busy or unavailable", re.IGNORECASE)
-"""Regular expression for errors of an accelerator that others use."""
+"""Regular expression for the error of an accelerator that other processes occupy."""
 STATE_BYTES = 12
 """Checkpoint bytes per trained parameter: float32 weight and two AdamW moments."""
 
@@ -205,8 +205,7 @@ def check_own_engine(config: Config, device: str) -> None:
 
 
 def check_own_schedule(schedule: ScheduleSection) -> None:
-    """Run a user's schedule on small batches, without faults. Raises ConfigError for one with which a run would stand
-    still."""
+    """Run a user's schedule on small batches in which nothing fails. Raises ConfigError for a schedule that stalls."""
     try:
         try_schedule(schedule)
     except AssertionError as error:
@@ -215,8 +214,8 @@ def check_own_schedule(schedule: ScheduleSection) -> None:
 
 
 def check_learner_parts(config: Config) -> bool:
-    """Whether there are parts of the user's own for the loss or the optimizer; they can be imported then. Shipped ones,
-    checked with the configuration, are not imported here. Raises ConfigError, also if torch is missing."""
+    """Whether the loss or the optimizer has parts of the user's own, which this call then imports. Shipped parts are
+    checked with the configuration, and not imported here. Raises ConfigError, also if torch is missing."""
     check_installed(config.learner, config.lora)
     named = {(OPTIMIZERS, config.learner.optimizer)}
     for algorithm in algorithms(config):
@@ -310,8 +309,8 @@ def check_weights(folder: Path) -> bool:
 
 
 def is_plain(config: Config) -> bool:
-    """Whether a model's config.json asks for nothing that engines and learner are not tested with, and the weights are
-    named and shaped as it says."""
+    """Whether a model's config.json has only what engines and learner are tested with, and the weights have the names
+    and shapes that it implies."""
     shape = config.model_shape or {}
     ropes = [shape.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     return (
@@ -334,8 +333,8 @@ def try_part(trial: Callable[[Config, str], None], config: Config, found: Findin
 
 
 def check_has_device(error: Exception, part: str, device: str, configured: str) -> None:
-    """Raises NotTried for an error of a trial that may be for lack of an accelerator, of its memory, or of what only a
-    run's ranks have, and not the part's fault. `configured`: the device in the configuration."""
+    """Raises NotTried if a trial's error may be due to a missing or occupied accelerator, or to what only a run's ranks
+    have, and not to the part. `configured`: the device in the configuration."""
     on_cpu, told = device == "cpu", "".join(traceback.format_exception(error))
     outside = NEEDS_RUN.search(told)
     where = "outside of a run" if outside else f"{'without an' if on_cpu else 'on the'} accelerator"
@@ -363,8 +362,8 @@ def try_apart(trial: Callable[..., None], config: Config, found: Findings, subje
 
 
 def tell_objections() -> None:
-    """Make the trial that the first argument names, with the configuration on stdin and the accelerator, and print the
-    `Findings` as JSON."""
+    """Program of a trial's process: make the trial that the first argument names, with the configuration from stdin, on
+    the accelerator, and print the `Findings` as JSON."""
     add_import_folders()
     config, found, trial = validate(tomllib.loads(sys.stdin.read())), Findings(), globals()[sys.argv[1]]
     if trial in (check_models, check_engine_model):
@@ -375,13 +374,13 @@ def tell_objections() -> None:
 
 
 def check_models(config: Config, found: Findings) -> None:
-    """Have the learner's back end and the engine check a model that is not plain."""
+    """Have the learner's back end and the engine check the model; only called if it is not plain (`is_plain`)."""
     found.run_check(BACKENDS.find(config.learner.backend).check_model, config)
     check_engine_model(config, found)
 
 
 def check_images(config: Config, device: str) -> None:
-    """Have the learner's back end check that the images of prompts would be seen."""
+    """Have the learner's back end check that the images of prompts reach the model. Raises ConfigError."""
     BACKENDS.find(config.learner.backend).check_images(config)
 
 

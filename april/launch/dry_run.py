@@ -136,8 +136,8 @@ def describe_devices(config: Config, placed: dict[str, list[str]]) -> str:
 
 
 def describe_ports(config: Config) -> str:
-    """Listening addresses of the parts on this machine. * and 0 are any free port; a weight channel's port is always
-    free."""
+    """Listening addresses of the parts on this machine. * and 0 stand for any free port, which weight channels always
+    use."""
     servers = f"{config.engine.port} and up" if config.engine.port else ""
     opened = {
         "broker": "" if config.broker.bind == IPC else config.broker.bind.removeprefix("tcp://"),

@@ -41,8 +41,8 @@ class ModelShape:
     """Parameters of a layer."""
     hidden: int
     kept_bytes: int
-    """Activation bytes per token and layer kept for the backward pass: bfloat16, but float32 inside norms. By 9 % more
-    than an H200 needed for 1.7 billion parameters."""
+    """Activation bytes per token and layer kept for the backward pass: bfloat16, but float32 inside norms. The estimate
+    is 9 % above what an H200 needed for 1.7 billion parameters."""
     compiled_bytes: int
     """Activation bytes per token and layer with `learner.compile`: the inputs of matrix products, norms, rotation, gate
     and attention, bfloat16."""
@@ -166,7 +166,7 @@ GIB = 1 << 30
 VALUE_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a weight, and of a trained weight's gradient, by `learner.master_weights`."""
 NF4_BYTES = 0.5 + 4 / 64
-"""Bytes of a weight in NF4 with its share of the scale of 64."""
+"""Bytes per weight in NF4: 4 bits, and its share of the 4-byte scale of 64 weights."""
 HEAD_BYTES = 12
 """Temporary bytes per parameter of the output head: bfloat16 weight and gradient, and two float32 copies of the
 gradient."""
@@ -221,9 +221,9 @@ def teacher_bytes(config: Config) -> float:
 
 
 def gathered_bytes(config: Config, layer: int, outside: int) -> float:
-    """Most bytes of whole tensors that a rank gathers from the others in a backward pass; 0 with one rank, or if it has
-    a part of each layer. These are the weights of two layers, the gradients of one, those of two in fp32 while they are
-    summed over the ranks, and the weights and gradients of what is outside the layers.
+    """Most bytes of whole tensors that a rank gathers from the others in a backward pass; 0 with one rank, or if the
+    back end splits each layer over the ranks. These are the weights of two layers, the gradients of one, those of two
+    in fp32 while they are summed over the ranks, and the weights and gradients of what is outside the layers.
 
     `layer`: parameters of the largest layer. `outside`: those outside the layers, without the head's, which
     `HEAD_BYTES` counts.
@@ -248,8 +248,8 @@ def activations_bytes(config: Config, shape: ModelShape) -> float:
 
 
 def handed_over_bytes(config: Config, shape: ModelShape) -> float:
-    """Bytes of published weights that learner and worker each have on the accelerator, where they are handed over
-    there: two versions, the old one until the new one has taken its place."""
+    """Bytes that learner and worker each need for published weights if these are handed over in the accelerator's
+    memory: two versions, since the old one stays until the new one has replaced it."""
     transport = config.shipped_part("weights.transport")
     return 2.0 * shape.parameters * WEIGHT_BYTES if transport and transport.device != "cpu" else 0.0
 
@@ -261,8 +261,8 @@ def head_bytes(config: Config, shape: ModelShape) -> float:
 
 
 def teacher_head_bytes(config: Config, shape: ModelShape) -> float:
-    """Bytes of the copy of the teacher's head with which a divergence is computed; that of the policy where it teaches
-    itself. A teacher that scorers ask has none here."""
+    """Bytes of the copy of the teacher's head with which a divergence is computed, or of the policy's head if the
+    policy teaches itself; 0 for a teacher that scorers ask."""
     teacher = held_teacher(config)
     theirs = read_shape(teacher.path) if teacher else shape if config.algorithm.hint else None
     return float(theirs.head * WEIGHT_BYTES) if named(config, "divergence") and theirs else 0.0

@@ -162,8 +162,8 @@ class PartSupervisor:
                 signal.signal(number, handler)
 
     def _passes(self, status: int) -> bool:
-        """Whether a refusal may pass, as while the broker starts again or a disk does not answer: one soon after a
-        restart of a program that has worked. It costs one of the restarts."""
+        """Whether a refusal (exit status REFUSED) may be temporary, as while the broker starts again or a disk does not
+        answer: it came soon after a restart of a program that has worked. The next try costs one of the restarts."""
         return status == REFUSED and self._starts > 1 and clock.now() - self._began < STEADY_S
 
     def _run_once(self) -> int:

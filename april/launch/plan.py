@@ -44,8 +44,8 @@ class Change:
     keys: Mapping[str, Any]
     """New values, by key."""
     cost: float
-    """Rank of the change by its price: changes that take time of a step come before those that take accelerators, then
-    those that change what is trained."""
+    """Rank of the change by its price: first changes that slow a step down, then those that need more accelerators,
+    then those that change what is trained."""
     price: str
     """Price of the change in words."""
 

@@ -226,8 +226,8 @@ class Rehearsal:
         state: bytes,
         patience_s: float,
     ) -> dict[int, Score]:
-        """Scores by row index: of each verifier's first row, and of as many others as there is time for. Where feedback
-        is shown, also that of a wrong response to a first row, by the complement of its index."""
+        """Scores by row index: of each verifier's first row, and of as many other rows as there is time for. If a
+        prompt can show feedback, a wrong response to each first row i is scored as well, under the key ~i."""
         first = {indices[0] for indices in by_verifier.values()}
         others = [index for indices in by_verifier.values() for index in indices[1:]]
         names = {index: name for name, indices in by_verifier.items() for index in indices}

@@ -121,8 +121,8 @@ def check_takes_images(config: Config, book: PromptBook) -> None:
 
 
 def warn_of_sampling(config: Config, found: Findings) -> None:
-    """Warn of held-out prompts that are sampled otherwise than the model's makers recommend. Training prompts always
-    are: what is trained is the policy's own distribution."""
+    """Warn of held-out prompts that are sampled otherwise than the model's makers recommend. Training prompts are not
+    checked: they are sampled from the policy's own distribution, which is what is trained."""
     truncates = ENGINES.find(config.worker.engine).truncates_sampling
     for evaluated in config.evaluation_sets:
         wanted = {
@@ -228,8 +228,8 @@ def inspect_sft_sources(config: Config, tokenizer: Tokenizer, found: Findings, e
 def inspect_conversations(
     config: Config, rows: ConversationRows, sources: Sequence[SourceSection], found: Findings, patience_s: float
 ) -> str:
-    """Make tokens of the rows of `sources`, for `patience_s` seconds; records those that are left out, and an error for
-    the first that cannot be trained. Returns a line about their lengths, empty if no row could be looked at."""
+    """Tokenise rows of `sources` for `patience_s` seconds; records the rows that are left out, and an error for the
+    first that cannot be trained. Returns a line about their lengths, empty if no row could be read."""
     deadline, lengths, trained = time.monotonic() + patience_s, list[int](), 0
     too_long, refused, endless = list[str](), list[str](), list[str]()
     ends_turn = rows.encoder.tokenizer.eos_token_ids

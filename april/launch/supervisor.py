@@ -158,7 +158,7 @@ class Part:
             self.restarts = 0
 
     def take_cause(self) -> str:
-        """A colon and the error in the log that ended the part's process; empty if that is the last one taken."""
+        """A colon and the error in the log that ended the part's process; empty if the last call returned the same."""
         told, self.told_cause = self.told_cause, ""
         if (self.status or 0) > 0:  # not by a signal
             self.told_cause = clip(last_error(self._logged(self.start_offset)))

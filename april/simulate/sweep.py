@@ -81,7 +81,7 @@ def sweeps(scenario: Scenario, kind: str = "") -> list[Sweep]:
 
 
 def batches_ahead(scenario: Scenario) -> int:
-    """Batches that the schedule may start ahead beyond `max_staleness`."""
+    """How many more batches than `max_staleness` the schedule may have open: 1, or 0 with `overlap`."""
     return scenario.schedule.batches_in_reach - scenario.schedule.max_staleness
 
 

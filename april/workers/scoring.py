@@ -212,7 +212,7 @@ class Scorer:
         """Lease ids whose score the broker has not journaled yet."""
         self.failures = Failures(log)
         self.scores = 0
-        """Scores reported so far, failed ones included."""
+        """Number of scores reported so far, failed ones included."""
         self.stopping = ""
 
     def run(self) -> None:

@@ -357,7 +357,7 @@ class Worker:
         return True
 
     def _is_handed_over(self, lease_id: int) -> bool:
-        """Whether a scorer scores the response, and its last chunk has been reported: its acknowledgement will come."""
+        """Whether the response is finished and a scorer scores it: only its last acknowledgement is awaited here."""
         sample = self.active.get(lease_id)
         return sample is not None and sample.finished and sample.grant.hand_over
 
@@ -371,7 +371,8 @@ class Worker:
         self.reports.close(ending, token_values(score) if isinstance(ending, wire.TokenScored) else b"")
 
     def _hand_back_aborted(self) -> None:
-        """Give back, with its tokens, every training sample that still generates and whose lease id is <= watermark."""
+        """Give back, with its tokens, each training sample still generating whose lease id is <= the abort's
+        watermark."""
         training = (lease_id for lease_id, sample in self.active.items() if not sample.task.evaluation)
         aborted = [lease_id for lease_id in training if lease_id <= self.watermark]
         for chunk in self.engine.cancel_all(aborted):
@@ -395,7 +396,7 @@ class Worker:
         self.reports.close(wire.GiveBack(lease_id, sample.length, cause, error))
 
     def _ids(self, lease_id: int) -> dict[str, int]:
-        """Group and sample index behind a lease, as extra fields of a log line."""
+        """Group and index of a lease's sample, as extra fields of a log line."""
         sample = self.active.get(lease_id)
         return {"group": sample.task.group, "sample": sample.grant.index} if sample else {}
 

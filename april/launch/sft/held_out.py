@@ -41,8 +41,8 @@ class HeldOutLoss:
         return {}
 
     def loss_of(self, samples: list[TrainSample]) -> dict[str, float]:
-        """Mean cross-entropy of the trained tokens of samples, `loss` (nats), their number, `tokens`, and that of the
-        samples, `prompts`. Collective."""
+        """Figures of held-out samples: `loss`, the mean cross-entropy of their trained tokens (nats), and the numbers
+        of these tokens, `tokens`, and of samples, `prompts`. Collective."""
         trainer, backend = self.trainer, self.trainer.backend
         section, ranks = trainer.config.learner, trainer.ranks
         budget = section.microbatch_tokens * section.context_parallel

@@ -20,7 +20,7 @@ LEARNER_METRICS = {
     "loss", "trained_tokens", "entropy", "grad_norm", "lr", "micro_batches", "optimizer_steps", "update_skipped",
     "nonfinite", "tflop_per_s", "mfu", "checkpoint_store_retries",
 }  # fmt: skip
-"""Metrics of the learner that mean something without a policy that has sampled the tokens; seconds are kept too."""
+"""The learner's metrics that have a meaning without RL; its times in seconds are recorded as well."""
 LAST_STEPS = 3
 """Number of newest steps with a finite loss whose mean summary.json shows."""
 

@@ -77,8 +77,8 @@ def examine_sft(config: Config, devices: Sequence[str], everything: bool, resume
 
 
 def inspect_book(config: Config, book: ConversationBook, found: Findings, patience_s: float) -> None:
-    """Make tokens of held-out rows and of training rows, for `patience_s` seconds; records facts about them, those that
-    are left out, and an error for the first that cannot be trained."""
+    """Tokenise held-out rows and training rows for `patience_s` seconds; records facts about them, the rows that are
+    left out, and an error for the first that cannot be trained."""
     found.run_check(book.held_out_batch)
     for name, left_out in book.held_out_too_long.items():
         if left_out:
@@ -130,7 +130,7 @@ class SftRun:
     """
 
     def __init__(self, config: Config, devices: Sequence[str], say: Callable[[str], None], every: int = 1):
-        """`devices`: accelerators of the learner; `say` shows a line, that of a step for each `every`-th alone."""
+        """`devices`: accelerators of the learner; `say`: shows a line; `every`: steps between two lines about steps."""
         self.config, self.say, self.every, self.run_dir = config, say, every, config.run_dir
         self.metrics = self.run_dir / "metrics.jsonl"
         section, log = config.learner, self.run_dir / "logs/learner.log"

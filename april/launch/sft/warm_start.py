@@ -23,7 +23,7 @@ from april.learner.policy.arithmetic import build_model, save_policy
 from april.learner.policy.made_once import make_once
 
 CONFIG = "quickstart-sft.toml"
-"""Configuration of the supervised training, beside the quickstart's."""
+"""Configuration file of the supervised training, in the folder of the quickstart's configuration."""
 SHOW_EVERY = 50
 """Steps from one shown line to the next."""
 

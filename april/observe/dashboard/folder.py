@@ -58,7 +58,7 @@ class LiveStatus:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 VIEWS = ["run", "now", "timeline", "samples", "compare", "logs"]
-"""Views of a run whose folder is at hand."""
+"""Pages that the dashboard has for a run whose folder it can read."""
 LIVE = "live"
 """Dashboard name of a run that is known only by its broker's address."""
 PAUSE_S = 0.5

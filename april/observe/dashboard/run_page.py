@@ -125,9 +125,9 @@ def first_length(index: int) -> int:
 # --- tables of steps --------------------------------------------------------------------------------------------------
 
 MAX_ROWS = 1000
-"""Most rows of a report's table of steps; of more steps it has means over equal numbers of them."""
+"""Most rows of a report's table of steps. For more steps, each row has means over the same number of steps."""
 NEWEST_OF_PART = ("step", "time")
-"""Columns of which a part of several steps has the last value instead of the mean."""
+"""Columns whose value in a row for several steps is the last step's, instead of the mean."""
 
 
 def table(steps: Steps, columns: str | None = None, after: int = 0) -> dict[str, Any]:
@@ -184,9 +184,9 @@ LEARNER = ""
 def timeline_window(
     steps: Steps, begin_s: float | None = None, end_s: float | None = None, max_workers: int | None = None
 ) -> dict[str, Any]:
-    """Timeline of workers (all of them or the first ones) and learner between two times (Unix seconds), small enough
-    to draw: of up to MAX_LINES steps the spans of each, of more the shares of time by activity in SHARE_INTERVALS
-    intervals, each those of one step in it.
+    """Timeline of workers (all of them or the first ones) and learner between two times (Unix seconds), small enough to
+    draw. For up to MAX_LINES steps it has the spans of each worker. For more steps it divides the window into
+    SHARE_INTERVALS intervals, and has the shares of time by activity in one step of each.
 
     By default it covers the last STEPS_AT_FIRST steps. `origin` and `last` are the beginning and the end of the run.
     """

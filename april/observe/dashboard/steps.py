@@ -31,9 +31,9 @@ HISTOGRAMS = ("trained_histogram", "created_histogram")
 OLDEST_AGE = 6
 """Age in policy steps from which tokens are counted together."""
 MAX_COLUMNS = 256
-"""Most columns that are figures of the run, and as many figures of its sources, and bins of histograms."""
+"""Most columns of each kind: figures of the run, figures of its sources (data sets), and bins of histograms."""
 OF_SOURCE = "_source_"
-"""Part of the names of figures of one source."""
+"""Text in the name of each figure that is of one source (data set) only."""
 VERSION_SHARE = "version_share_"
 """Prefix of keys that name a policy version, skipped because they would add a column per step."""
 
@@ -89,7 +89,7 @@ class Steps:
         """Byte offset in the file of each row's line."""
         self._offset = self._lines = 0
         self._rooms = {"bins": MAX_COLUMNS, "figures of sources": MAX_COLUMNS, "figures": MAX_COLUMNS}
-        """Number of further columns by kind; -1 once one was left out."""
+        """Number of columns that may still be added, by kind; -1 once a column was left out for lack of room."""
 
     def _add(self, record: dict[str, Any], line_offset: int) -> None:
         step = record["step"]

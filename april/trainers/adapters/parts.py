@@ -110,7 +110,7 @@ def check_options(config: Config, framework: str, options: Mapping[str, tuple[An
 
 
 def check_own_prompts(config: Config, framework: str) -> None:
-    """Raises ConfigError for a run that would discard prompts of a framework that trains on all of a batch's."""
+    """Raises ConfigError if the framework submits the prompts, all of which it trains, and the run may discard some."""
     schedule = config.schedule
     trains_all = schedule.groups_per_round == schedule.rollout_batch_size and not schedule.filters_groups
     if config.data.source == "submitted" and not trains_all:

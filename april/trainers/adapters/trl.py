@@ -126,7 +126,7 @@ class WeightsToApril:
 
 
 METRICS = {"learning_rate": "lr", "clip_ratio/region_mean": "clip_fraction"}
-"""TRL's names of metrics that April's learner has as well -> April's."""
+"""Metrics that TRL and April's learner both have: TRL's name -> April's name."""
 
 
 class ProgressCallback(TrainerCallback):
@@ -136,7 +136,8 @@ class ProgressCallback(TrainerCallback):
         self.owner, self.trainer = owner, trainer
 
     def on_log(self, *_: Any, logs: Mapping[str, Any], **__: Any) -> None:
-        """TRL logs a step after its end and before it saves; its last log is of the whole training."""
+        """Report the last batch as consumed, with TRL's metrics, which it logs after a step's end and before it saves.
+        Its last log is of the whole training, without a loss, and is ignored."""
         if "loss" in logs:
             self.owner.metrics = {
                 METRICS.get(name, name): value for name, value in logs.items() if isinstance(value, int | float)

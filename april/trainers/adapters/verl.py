@@ -51,7 +51,7 @@ BACKEND = "april"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 STEP_FOLDER = "global_step_"
 METRICS = {"pg_clipfrac": "clip_fraction", "entropy_loss": "entropy"}
-"""verl's names of metrics that April's learner has as well -> April's."""
+"""Metrics that verl and April's learner both have: verl's name -> April's name."""
 EMPTY_FIELDS = ("turn_scores", "tool_rewards", "extras")
 """Non-tensor fields that verl expects of every trajectory and that April leaves empty."""
 

@@ -31,7 +31,7 @@ LR_SCHEDULES = by_name(
     WSD="wsd",
     warmup_stable_decay="wsd",
 )
-"""Converts the name of a schedule of the learning rate."""
+"""Converts another framework's name of a learning-rate schedule to April's."""
 IN_LOSS = "April's KL stands in the loss, and in the reward with a critic alone"
 WARMUP = "April's warm-up is a number of steps, learner.warmup_steps"
 DROPOUT = "April trains without dropout"

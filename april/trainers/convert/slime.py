@@ -49,7 +49,7 @@ OWN_CODE = Unsupported("it names code of slime's interfaces; write it as a part 
 VERIFIERS = {"deepscaler": "deepscaler", "dapo": "dapo", "math": "math", "f1": "f1", "remote_rm": "remote"}
 """Name of April's verifier for each value of slime's `--rm-type`."""
 GENERATE = "slime.rollout.sglang_rollout.generate_rollout"
-"""slime's own function that generates a batch."""
+"""Default of slime's `--rollout-function-path`: its own function that generates a batch."""
 
 TABLE: dict[str, Rule] = {
     "hf-checkpoint": MapTo("model.path"),

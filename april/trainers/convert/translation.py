@@ -21,7 +21,7 @@ UNLIMITED_STEPS = 10**9
 HYDRA = re.compile(r"(\+{0,2})([\w./@-]+)=(.*)", re.DOTALL)
 NUMBER = re.compile(r"[-+]?(\d{1,400}(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 MAX_ALIASES, MAX_DEPTH = 16, 100
-"""Most aliases in a YAML file, each of which may double what it stands in, and deepest nesting."""
+"""Most aliases in a YAML file, each of which may double the size of what it is in, and deepest nesting."""
 COLLECTION_STARTS = (
     yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken,
 )  # fmt: skip

@@ -64,8 +64,9 @@ class Request:
     images: tuple[bytes, ...] = ()
     """The images of the tokens as PNG files (`april.data.images`), in the order of their placeholders."""
     image_starts: tuple[int, ...] = ()
-    """Index, for each image, of the first token that may be a placeholder of it; empty: 0 for all. An image takes the
-    first placeholders from there on that the image before it has left. All others were sampled, and are text."""
+    """For each image, the index of the first token that may be its placeholder; empty: 0 for all. The images claim
+    placeholders in their order, each the first unclaimed ones from its index on. Placeholder ids that no image claims
+    were sampled by the policy, and count as text."""
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,8 @@ class ComparingEngine(Protocol):
     """An engine that can compare the tensors that it holds with others."""
 
     def differing(self, tensors: "Mapping[str, torch.Tensor]") -> list[str]:
-        """Names of what the engine holds with other values than these weights have in its data type. `tensors`: as
-        `load_weights` gets them. The engine has weights."""
+        """Names of the tensors that the engine holds with other values than `tensors`, rounded to the engine's data
+        type. `tensors`: as for `load_weights`. Called only while the engine has weights."""
 
 
 # --- helpers of engines -----------------------------------------------------------------------------------------------

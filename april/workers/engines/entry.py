@@ -89,7 +89,7 @@ class EngineEntry:
 
     @classmethod
     def installed(cls, config: Config) -> str:
-        """Name and version of the software that the engine needs on this machine; empty if there is none.
+        """Name and version of the software that the engine needs on this machine; empty if it needs none.
 
         Raises ConfigError if it is not installed.
         """
@@ -147,7 +147,9 @@ class EngineEntry:
     ) -> "list[WeightLoader]":
         """Weight loaders of `engine`, one for each of its servers.
 
-        `engine`: as made by `from_config`. `make_source(channel, server, up, adapts)`: makes a `WeightSource`.
+        `engine`: as made by `from_config`. `make_source(channel, server, up, adapts)`: makes the `WeightSource` of a
+        weight channel. `server`: a server that receives the weights itself; `up()`: whether it can load weights now;
+        `adapts()`: whether the engine takes adapters.
         """
         from april.workers.engines.weight_loading import WeightLoader
 

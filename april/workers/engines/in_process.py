@@ -92,7 +92,7 @@ class InProcessEngine(EngineEntry):
     # --- what a subclass may override ---------------------------------------------------------------------------
 
     def sizes(self, config: Config) -> tuple[int, int]:
-        """(vocabulary, context) of the model, tokens. Raises EngineError."""
+        """(vocabulary size, longest context) of the model, both in tokens. Raises EngineError."""
         if config.vocabulary is None or config.context_tokens is None:
             raise EngineError("its config.json has no vocab_size or no max_position_embeddings")
         return config.vocabulary, config.context_tokens

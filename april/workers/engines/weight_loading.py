@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 # --- the weight check -------------------------------------------------------------------------------------------------
 
 MAX_FAILURES = 2
-"""Consecutive failed checks after which a worker leaves."""
+"""Consecutive failed checks after which a worker gives up and leaves the run."""
 LARGEST_FACTOR = 50.0
 """Multiple of the expected rounding beyond which the difference in a single token refuses a version at once."""
 USUAL_FACTOR = 2.5
 """Multiple of an engine's usual noise up to which its noise counts as rounding."""
 MIN_USUAL = 0.25
-"""Least usual noise that an engine is held to, as a multiple of the expected rounding."""
+"""Lower bound of an engine's usual noise, as a multiple of the expected rounding."""
 USUAL_VERSIONS = 16
-"""Number of versions, the last that an engine proved, whose median noise is its usual noise."""
+"""Number of versions, the last that passed the check, whose median noise is an engine's usual noise."""
 MOVEMENT_FACTOR = 4.0
 """Multiple of the noise above which a change of the learner's canary log-probabilities counts as movement."""
 MIN_NOISE_NATS = 1e-6
@@ -292,7 +292,7 @@ class WeightLoader:
 
 
 def changes_version(engine: Engine, loaders: Sequence[WeightLoader]) -> bool:
-    """Whether another version than that of the engine is being loaded into it, or into a server behind it."""
+    """Whether a version other than the engine's is being loaded into it, or into one of its servers."""
     return any(loader.loading_version not in (None, engine.version) for loader in loaders)
 
 
@@ -314,7 +314,7 @@ class UpdateHold:
         if not TRANSPORTS.find(config.weights.transport).carries_weights:
             self.hold_s = min(self.hold_s, config.weights.publish_deadline_s / 2)
         self.waiting: Collection[int] = ()
-        """Policy steps at which held-out samples wait for a worker, as the broker says."""
+        """Policy steps at which held-out samples wait for a worker, as the broker last reported."""
         self._since: float | None = None
         """Time at which the current update was first put off; None if none is."""
         self.active = False

@@ -21,7 +21,7 @@ from april.workers.environments.process import (
 )
 
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""Last character of a turn that was cut within a character."""
+"""Character to which the end of a turn decodes that was cut within a multi-byte character."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,9 +44,9 @@ class CallTest(NamedTuple):
     given: str
     wanted: Any
     wrapped: bool = False
-    """Whether the result may also be the only element of `wanted`, as in APPS."""
+    """Whether a result also passes if it equals the only element of `wanted`, as in the data set APPS."""
     owner: str = "Solution"
-    """Class whose method the function may be."""
+    """Name of the class that may define the function as a method."""
 
 
 Test = StreamTest | CallTest | LabelPlan
@@ -55,7 +55,7 @@ Test = StreamTest | CallTest | LabelPlan
 
 COLUMNS = ("input_output", "public_tests", "private_tests", "generated_tests", "public_test_cases",
            "private_test_cases", "tests", "test_cases", "verification_info")  # fmt: skip
-"""Columns of data sets that hold tests in one of the forms."""
+"""Columns in which data sets have their tests, in one of the label's forms."""
 FUNCTION_KEYS = ("fn_name", "func_name", "entry_point")
 FORMS = "JSON with 'inputs' and 'outputs', with 'test' and 'entry_point', or with 'test_list'; or Python tests"
 METHOD = re.compile(r"^([A-Za-z_]\w*)(?:\(\))?\.")
@@ -82,7 +82,7 @@ def read_label(label: str) -> tuple[Test, ...]:
 
 
 def spelled(text: str) -> Any:
-    """The list or object that a text spells in Python, as some data sets print their columns; otherwise the text."""
+    """The list or dictionary that a text writes in Python, as some data sets print their columns; else the text."""
     try:
         value = ast.literal_eval(text.strip()) if text.lstrip()[:1] in ("[", "{") else text
     except (ValueError, SyntaxError):
@@ -95,7 +95,7 @@ def parsed(text: str) -> Any:
 
 
 def tests_in(content: Any, around: dict) -> Iterator[Test]:
-    """Tests of a label's content, or of a part of it. `around`: the object that the part is in."""
+    """Tests of a label's content, or of a part of it. `around`: the JSON object that encloses the part."""
     if isinstance(content, str):
         function = function_in(around)
         if owner := owner_in(around):
@@ -149,7 +149,7 @@ def tests_of_object(content: dict, around: dict) -> Iterator[Test]:
 
 
 def function_in(columns: dict) -> str:
-    """Name of the function under test, or of a class's method; empty without one. Raises ValueError."""
+    """Name of the function or method under test; empty without one. Raises ValueError."""
     given = named_in(columns)
     name = METHOD.sub("", given)
     if name and not name.isidentifier():
@@ -158,7 +158,7 @@ def function_in(columns: dict) -> str:
 
 
 def owner_in(columns: dict) -> str:
-    """Class whose method is under test; empty without one. The program's module, as in `solution.add`, is none."""
+    """Class whose method is under test; empty without one. `solution` in `solution.add` is a module, not a class."""
     owner = METHOD.match(named_in(columns))
     return owner[1] if owner and owner[1] not in PROGRAM_MODULES else ""
 
@@ -282,7 +282,7 @@ def code(items: list[Item], rules: RewardRules) -> list[Score]:
 
 
 def last_block(text: str) -> str | None:
-    """The last block that says it is Python; the last block of no language if none does."""
+    """The last code block marked as Python; if none is, the last one without a language. None without a block."""
     blocks = BLOCK.findall(text)
     named = [block for language, block in blocks if language]
     return named[-1] if named else blocks[-1][1] if blocks else None
@@ -332,7 +332,7 @@ def assertion_failure(program: str, plan: LabelPlan, mark: str, rules: RewardRul
 
 
 def with_prompt(program: str, plan: LabelPlan) -> str:
-    """The program after the functions and imports of the prompt, if it does not repeat them."""
+    """The prompt's functions and imports, then the program; only the program if it has `from __future__`."""
     return f"{plan.prompt}\n{program}" if plan.prompt and "from __future__" not in program else program
 
 
@@ -383,7 +383,7 @@ def is_wanted_word(word: str, wanted: str) -> bool:
 
 
 def number_in(word: str) -> Decimal | None:
-    """The number that a word is; None for other words, such as those with leading zeros."""
+    """A word as a decimal number; None if it is no number, or has leading zeros."""
     if NUMBER.fullmatch(word) and any(map(str.isdigit, word)):
         try:
             return Decimal(word)
@@ -393,7 +393,7 @@ def number_in(word: str) -> Decimal | None:
 
 
 def is_wanted_number(value: Decimal, wanted: Decimal) -> bool:
-    """Whether a number is the wanted one. The digits of `wanted` say how exactly it is meant."""
+    """Whether a number is the wanted one: exactly if `wanted` has no decimals, otherwise within `TOLERANCE`."""
     _, _, exponent = wanted.as_tuple()
     if value == wanted or not isinstance(exponent, int) or exponent >= 0:
         return value == wanted
@@ -416,7 +416,7 @@ def is_wanted_result(text: bytes, test: CallTest) -> bool:
 
 
 def is_same(value: Any, wanted: Any) -> bool:
-    """Whether values of JSON are the same; numbers as in `is_wanted_text`."""
+    """Whether two JSON values are equal; numbers are compared as in `is_wanted_text`."""
     if isinstance(wanted, list | tuple):
         return isinstance(value, list) and len(value) == len(wanted) and all(map(is_same, value, wanted))
     if isinstance(wanted, dict):

@@ -216,12 +216,12 @@ def chat_message(role: str, content: str) -> dict[str, Any]:
 
 
 def messages_of(prompt: RowPrompt) -> list[dict[str, Any]]:
-    """The prompt as chat messages; a text is one of the user's."""
+    """The prompt as chat messages; a plain text becomes one user message."""
     return [chat_message("user", prompt)] if isinstance(prompt, str) else prompt
 
 
 def resolved(result: Any) -> Any:
-    """The result of a function, awaited if it is a coroutine's."""
+    """The result of a function; if it is a coroutine, what that returns."""
 
     async def wait() -> Any:
         return await result

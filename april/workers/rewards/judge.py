@@ -16,10 +16,11 @@ from typing import Any
 from april.workers.rewards.plain_values import error_named, pack, receive, send, unpack
 
 OWN, ANSWER, DERIVED = "own", "answer", "derived"
-"""Origin of a handle: a class of the program that the label calls; a result; an operator with a plain value."""
+"""Origin of a handle's object: OWN, made by a class of the program that the tests use; ANSWER, returned by the program;
+DERIVED, the value of an operator between an object of the program and a plain value."""
 ERRORS = {"JSONDecodeError": "json", "InvalidOperation": "decimal", "FrozenInstanceError": "dataclasses",
           "Empty": "queue", "Full": "queue", "StatisticsError": "statistics"}  # fmt: skip
-"""Exceptions of the standard library that are the judge's own: name -> module."""
+"""Exceptions outside of `builtins` that tests may expect of the program: name -> standard library module with it."""
 BOTH_WAYS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift",
              "divmod")  # fmt: skip
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -141,7 +142,7 @@ def add_operators():
 
 
 class OfTheProgram(Exception):
-    """Base of the exceptions that stand for the program's own ones."""
+    """Base of the classes that stand for exceptions which the program defines."""
 
     def __str__(self):
         return vars(self).get("text", super().__str__())
@@ -153,22 +154,22 @@ class OfTheProgram(Exception):
 
 
 class ProgramLost(BaseException):
-    """The program's process has ended, or has sent what is no message. Whatever a test catches, it has failed."""
+    """The program's process has ended, or sent an invalid message. The test has failed, and cannot catch this."""
 
 
 STOPPED: dict[Any, Any] = {
     kind: type(kind.__name__, (Exception,), {"value": property(lambda self: (*self.args, None)[0])})
     for kind in (StopIteration, StopAsyncIteration)
 }
-"""Exceptions that would end a loop, or a built-in like `all`, as if all was well -> what is raised if they come out of
-the program. Tests catch it under the same name, see `StopCatcher`."""
+"""StopIteration and StopAsyncIteration -> the stand-in raised if one comes out of the program: the original would end a
+loop, or a built-in like `all`, as if all was well. Tests catch it under the original's name, see `StopCatcher`."""
 NAMES_OF_STOPS = {kind.__name__: f"_program_{kind.__name__}" for kind in STOPPED}
 CATCHING = {"raises", "assertRaises", "assertRaisesRegex", "isinstance", "issubclass", "suppress"}
 NEXT = next
 
 
 class StopCatcher(ast.NodeTransformer):
-    """Lets tests that catch an exception of STOPPED by its name also catch what stands for it."""
+    """Lets tests that catch an exception of STOPPED by its name also catch its stand-in."""
 
     def visit_Tuple(self, node):
         self.generic_visit(node)
@@ -190,13 +191,13 @@ class StopCatcher(ast.NodeTransformer):
 
 
 def is_exception(node):
-    """Whether an expression is the name of a built-in exception, or of what stands for one."""
+    """Whether an expression is the name of a built-in exception."""
     kind = getattr(builtins, getattr(node, "id", ""), None)
     return isinstance(kind, type) and issubclass(kind, BaseException)
 
 
 def both(node):
-    """A name of STOPPED together with the name of what stands for it; any other expression alone."""
+    """The expression; if it is a name in STOPPED, also the name of its stand-in."""
     name = NAMES_OF_STOPS.get(getattr(node, "id", ""))
     return [node, ast.Name(name, ast.Load())] if name else [node]
 
@@ -215,7 +216,7 @@ def compiled(source, name):
 
 
 def next_of(iterator, *default):
-    """The built-in `next`, for which the end of an iterator of the program is one, too."""
+    """The built-in `next`, which also returns its default at the end of an iterator of the program."""
     try:
         return NEXT(iterator, *default)
     except STOPPED[StopIteration]:
@@ -433,7 +434,8 @@ def run_class(kind):
 
 
 def with_attributes(plain, handle):
-    """A plain value that is compared here, and whose further attributes are those of the program's object."""
+    """The plain value as an instance of a subclass, whose further attributes are those of the program's object
+    (`handle`). Comparisons take place here, on the plain value."""
     base = type(plain)
     if base not in (int, float, str, tuple, list, dict, set, frozenset):
         return plain
@@ -442,7 +444,7 @@ def with_attributes(plain, handle):
 
 
 def copy_back(before, after):
-    """Apply the program's changes to a mutable argument."""
+    """Change a mutable argument of a call, `before`, in place to what the program made of it, `after`."""
     if type(before) is not type(after):
         return
     if isinstance(before, (list, bytearray)):

@@ -1,4 +1,4 @@
-"""Comparisons of two answers that come before that of their numbers: opposite words, units, brackets, congruences."""
+"""Comparisons of two answers before their numbers are compared: opposite words, units, brackets, congruences."""
 
 import re
 from typing import NamedTuple
@@ -19,7 +19,7 @@ OPPOSITES = tuple(
 """Pairs of words that say the opposite of each other, or another direction."""
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+")
 CONDITION = re.compile(r"\b(?:or\s+(?:more|less|fewer)|if)\b")
-"""Regular expression for words behind a value that make a bound or a case of it."""
+"""Regular expression for words after a value that turn it into a bound ("or more") or make it conditional ("if")."""
 COMPASS = re.compile(r"(?:\\circ|\xb0|degrees?)\W*(?:\\text\s*\{\s*)?([NSEW])\b")
 DEGREE = re.compile(r"\^\s*\{?\s*\\circ|\xb0|\bdegrees?\b")
 PERCENT = re.compile(r"%|\bpercent\b")
@@ -50,7 +50,7 @@ def have_opposites(one: set[str], other: set[str]) -> bool:
 
 
 def kind_of(text: str) -> str:
-    """Whether an answer is in percent, in degrees, or in a unit; empty for a plain number."""
+    """Kind of an answer: "percent", "degree", or "unit" for any known unit; empty for a plain number."""
     if (unit := measured(text)) and unit.dimension and unit.certain:
         return "unit"
     return "percent" if PERCENT.search(text) else "degree" if DEGREE.search(text) else ""
@@ -69,12 +69,12 @@ INTEGERS = re.compile(r"(?:[a-zA-Z]\s*=\s*)?(-?\d+(?:\s*,\s*-?\d+)*)")
 
 class Congruence(NamedTuple):
     residues: frozenset[int]
-    """Each from 0 to the modulus - 1."""
+    """Residues, each from 0 to the modulus - 1."""
     modulus: int
 
 
 def congruence_of(text: str) -> Congruence | None:
-    """The congruence that a text is, such as 3 mod 7; None for any other text."""
+    """The congruence that a text states, such as 3 mod 7; None for any other text."""
     found = CONGRUENCE.fullmatch(text.strip(" $."))
     if not found or not (modulus := int(found["modulus"])):
         return None
@@ -82,8 +82,8 @@ def congruence_of(text: str) -> Congruence | None:
 
 
 def compared_congruences(label: str, answer: str) -> bool | None:
-    """Whether two answers are equal, if one of them is a congruence; None if none is. One without the modulus has to be
-    the least residue that is not negative."""
+    """Whether two answers are equal, if one of them is a congruence; None if none is. A plain number equals a
+    congruence only if it is the least residue that is not negative."""
     wanted, given = congruence_of(label), congruence_of(answer)
     if wanted and given:
         return wanted == given

@@ -40,7 +40,7 @@ DOLLAR = re.compile(r"(?<!\\)\$")
 """Regular expression for a dollar sign that begins or ends a formula; `\\$` is a currency."""
 
 TEXT_LABEL = re.compile(r"[\w\s.,:;'/-]+")
-"""Regular expression for a label that is compared as text when it is no mathematics, such as a time."""
+"""Regular expression for a label that is compared as text if it cannot be read as mathematics, such as a time."""
 BETWEEN_BOXES = re.compile(
     r"(?:[\s$&]|\\[()\[\]]|\\q?quad|\\text\s*\{|\}|[a-zA-Z]\s*=|(?P<joined>[,;]|\b(?:and|or)\b))*"
 )
@@ -224,7 +224,7 @@ POINTS = re.compile(r"(\\angle|\\triangle|\\overline)?\s*\{?\s*([A-Z]{2,})\s*\}?
 """Regular expression for the name of a segment, an angle or a figure."""
 GROUPS = re.compile(r"\{[^{}]*\}")
 EQUATION = re.compile(r"(?=[^=<>]*[A-Za-z])[^=<>]*[\w)]\s*[+-][^=<>]*=")
-"""Regular expression for an equation with a sum of unknowns on its left, whose right side alone says something else."""
+"""Regular expression for an equation with a sum of unknowns on its left; its right side alone is another answer."""
 FUNCTIONS = re.compile(r"\b(?:a?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|frac|pi)\b")
 
 
@@ -268,10 +268,10 @@ def compared_as_text(label: str, answer: str) -> bool | None:
 
 
 def are_same_points(label: re.Match[str], answer: re.Match[str]) -> bool | None:
-    """Whether two names of points, such as AB, mean the same.
+    """Whether two names of points, such as AB, mean the same; None if they are of different figures.
 
-    Two letters commute, as a segment or as a product; so do those of a triangle. An angle may be read from its other
-    side. Any other name is an order of its letters.
+    The letters of a pair (a segment, or a product) and of a triangle may be in any order; those of an angle may be
+    reversed. In any other name the order counts.
     """
     kinds, (one, other) = {found[1] or "" for found in (label, answer)}, (label[2], answer[2])
     if len(kinds - {""}) > 1:
@@ -282,7 +282,7 @@ def are_same_points(label: re.Match[str], answer: re.Match[str]) -> bool | None:
 
 
 def is_same_time(label: re.Match[str], answer: re.Match[str]) -> bool:
-    """Whether two times are the same. Only a label without am or pm leaves them out."""
+    """Whether two times are the same; am and pm have to agree if the label has one, and are ignored if it has none."""
     halves = [(found[2] or "").lower() for found in (label, answer)]
     times = [[int(part) for part in found[1].split(":")] for found in (label, answer)]
     if halves[0]:
@@ -291,15 +291,15 @@ def is_same_time(label: re.Match[str], answer: re.Match[str]) -> bool:
 
 
 def is_same_text(label: str, answer: str) -> bool:
-    """Whether two texts are the same but for fonts, dollars, TeX's spacing and a full stop. Nothing that stands between
-    two numbers or before a sign of relation is dropped."""
+    """Whether two texts are the same apart from fonts, dollars, TeX's spacing and a full stop. Nothing that stands
+    between two numbers or before a sign of relation is ignored."""
     texts = [COMMANDS.sub("", SPACES.sub(comma_or_space, FONTS.sub(r"\1", SIGN.sub("-", t)))) for t in (label, answer)]
     one, other = (" ".join(text.replace("$", "").split()).rstrip(".").strip() for text in texts)
     return one == other != ""
 
 
 def value_in_base(digits: str, base: str) -> int | None:
-    """The value of a number; None for a digit or a base that there is not, and for one letter, which is a name."""
+    """The value of digits in a base; None for an invalid digit or base, and for one letter, which is a variable."""
     try:
         return None if len(digits) == 1 and digits.isalpha() else int(digits, int(base))
     except ValueError:
@@ -314,7 +314,7 @@ TINY = 1e-3
 
 
 def complex_unit(value: Any) -> Any:
-    """An expression in which the letter i, if it is the only symbol, is the imaginary unit."""
+    """The expression with the letter i as the imaginary unit, if i is its only symbol."""
     from sympy import Expr, I
 
     symbols = value.free_symbols if isinstance(value, Expr) else set()
@@ -366,7 +366,7 @@ CURRENCY = re.compile(r"\\\$|\\textdollar\b")
 BRACKETS = re.compile(r"\\[()\[\]]")
 """Regular expression for TeX's delimiters of a formula: a backslash and a bracket."""
 SPACES = re.compile(r"\\(?:[,;:!>]|\s|$)|~|\{[,:]\}(?=\d)|\\(?:q?quad|thinspace)\b")
-"""Regular expression for TeX's spacing commands, and for `{,}` and `{:}`, a sign without spaces."""
+"""Regular expression for TeX's spacing commands, and for a comma or colon in braces, which TeX sets without a space."""
 COMMANDS = re.compile(r"\\(?:left|right|displaystyle|mathrm)(?![a-z])")
 SIGNS = re.compile(r"\\?%|\^\{?\\circ\}?")
 WRAPPERS = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mhf]box|boxed|overline)\s*\{([^{}]*)\}")

@@ -45,7 +45,7 @@ class RewardRules(msgspec.Struct, frozen=True):
     has_sessions: bool = False
     """Whether responses are sessions of agents, to which verifiers give no token scores."""
     name: str = ""
-    """The run's verifier, whose responses have a reward of `parts`."""
+    """The run's verifier (`reward.name`). Only its responses have a reward composed of `parts`."""
     parts: dict[str, RewardPart] = {}
     feedback: int = 0
     """Longest feedback that is kept (characters); 0 where nothing shows it, and none is kept."""
@@ -77,7 +77,7 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     turns: int = 0
     """Number of turns that the policy has taken in the response; 0 if unknown."""
     budget: int = 0
-    """Longest response to the prompt (tokens), 0 if that is the run's; the overlong buffer is at its end."""
+    """Most tokens of this response; 0: the run's `max_response_tokens`. The overlong penalty's buffer ends there."""
 
 
 class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -96,12 +96,12 @@ class Score(msgspec.Struct, array_like=True, frozen=True, tag=True):
     reward: float | None
     error: str | None = None
     details: dict[str, float] = {}
-    """Named numbers that a verifier returns beside the reward, such as its parts."""
+    """Named numbers that a verifier returns in addition to the reward, such as its parts."""
     token_scores: dict[str, bytes] = {}
     """Named columns that a verifier returns beside the reward, float32: a number for each token of the response, or for
     each turn."""
     feedback: str = ""
-    """Text that a verifier gives beside the reward; "" for none."""
+    """Text that a verifier gives in addition to the reward; "" for none."""
     forks: list[dict[str, bytes]] = []
     """For an agent's session, in place of `token_scores`: the columns of each fork that a teacher has scored."""
 
@@ -116,8 +116,8 @@ class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 def feedback_in(given: Mapping[str, Any]) -> str:
-    """The text that a verifier gives under the name `feedback`; "" without one. Raises TypeError for what is neither
-    text nor a number, which is a detail like others."""
+    """The text that a verifier gives under the name `feedback`; "" without one. Raises TypeError for a value that is
+    neither text nor a number; a number is a detail like others."""
     said = given.get(FEEDBACK)
     if not (said is None or isinstance(said, str | Real)):
         raise TypeError(f"gave feedback {said!r:.80}, which is no text; give text, or leave it out")

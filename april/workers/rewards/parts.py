@@ -2,7 +2,7 @@
 its reward.
 
 A part is the reward of a verifier of its own, a detail that the run's verifier gives, that verifier's reward, or a
-penalty. Its value is a detail of the score under its name, 0 where another part gates it.
+penalty. The score has each part's value as a detail under its name; it is 0 if the part that gates it is too low.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ def parts_of(verifier: str, rules: RewardRules) -> dict[str, RewardPart]:
 
 
 def asked_verifiers(verifier: str, rules: RewardRules) -> dict[str, str]:
-    """The verifiers to be called for a response, by the part that each gives: "" for the response's own verifier, which
-    is left out if no part is taken from it."""
+    """Verifier to call for each part of a response's reward, by the part's name. The name "" stands for the response's
+    own verifier, which is left out if no part needs it."""
     parts = parts_of(verifier, rules)
     is_asked = not parts or any(not part.verifier and name not in PENALTIES for name, part in parts.items())
     own = {"": verifier} if is_asked else {}
@@ -38,8 +38,8 @@ def scored_in_batches(verifier: str, rules: RewardRules) -> bool:
 
 
 def joined(columns: Mapping[str, Sequence[Score]], items: Sequence[Item]) -> list[Score]:
-    """One score for each item, from the scores that each of `asked_verifiers` gave: that of the response's own
-    verifier, with the parts as details; an error if any of them is one."""
+    """One score for each item: that of the item's own verifier, with the rewards of the parts' verifiers as details, or
+    an error if one of them is an error. `columns`: for each name in `asked_verifiers`, the scores of all items."""
     own = columns.get("") or [Score(item.key, 0.0) for item in items]
     given = {name: scores for name, scores in columns.items() if name}
     return [
@@ -49,7 +49,7 @@ def joined(columns: Mapping[str, Sequence[Score]], items: Sequence[Item]) -> lis
 
 
 def with_part(score: Score, part: tuple[str, Score]) -> Score:
-    """A score with the reward of a part's verifier as a detail; details of the same name stay as they were."""
+    """The score with the reward of a part's verifier as a further detail; details that the score has are kept."""
     name, given = part
     if score.reward is None or given.reward is None:
         return given if given.reward is None else score

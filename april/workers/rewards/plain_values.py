@@ -30,7 +30,7 @@ SPELLED: dict[str, Any] = {
     "range": (range, lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
     "slice": (slice, lambda s: [s.start, s.stop, s.step], lambda parts: slice(*parts)),
 }
-"""Plain classes: name -> (class, its JSON, the value of that JSON). A class stands before its base class."""
+"""Plain classes: name -> (class, function to JSON, function from JSON). A class stands before its base class."""
 CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 MAPPINGS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}
 EXACT_INTEGER = 1 << 53
@@ -74,7 +74,7 @@ def encode(value, kind, packed):
 
 
 def numpy_json(value, kind, packed, derived):
-    """JSON of an array of numpy, or of a scalar as the number that it is."""
+    """JSON of a NumPy array, or of a NumPy scalar as a plain number."""
     if kind.__name__ != "ndarray":
         return derived(value, packed(value.item()))
     return {"array": [value.dtype.str, list(value.shape), packed(value.ravel().tolist())]}
@@ -85,7 +85,7 @@ def plain_class(name):
 
 
 def unpack(value, foreign):
-    """Decode a value from JSON. `foreign(kind, content)` returns the value of JSON that stands for no plain value."""
+    """Decode a value from JSON. `foreign(kind, content)` returns the value of JSON that describes no plain value."""
     if not isinstance(value, dict):
         return value
     [(name, content)] = value.items()

@@ -176,8 +176,8 @@ class ItemReader:
 
 
 def verify(items: list[Item], rules: RewardRules, timeouts: int = 0) -> list[Score]:
-    """Scores of items of one verifier, by it and those of the reward's parts; after `timeouts` exceeded time limits,
-    the score of an undecided response.
+    """Score items that have the same verifier, by it and by those of the reward's parts. If a call has exceeded
+    `timeouts` time limits before, nothing is called, and each item gets the score of an undecided response.
 
     Raises MemoryError.
     """
@@ -210,8 +210,8 @@ def print_traceback_once(name: str, error: Exception) -> None:
 
 
 def undecided(item: Item, rules: RewardRules, why: str, timeouts: int = 0) -> Score:
-    """Score of a response that its verifier cannot decide within its limits: the verifier's attribute `wrong`, or 0,
-    and that of each part's verifier as the part.
+    """Score of a response that its verifier cannot decide within its limits: the verifier's attribute `wrong`, or 0.
+    The verifier of each part of the reward counts in the same way.
 
     It is an error instead if `reward.over_limit` is "failed", or if `wrong` is None, as for a remote reward model,
     where the limit says nothing about the response. After two timeouts the format search may be the cause: it is
@@ -249,7 +249,7 @@ def validated(score: Score, item: Item, rules: RewardRules) -> Score:
 
 
 def score_objection(reward: object, details: Mapping[str, object]) -> str:
-    """Reason why a reward with these details is none that the broker accepts; empty if it is."""
+    """Reason why the broker would refuse a reward with these details; empty if it accepts them."""
     error = next(filter(None, map(objection, (reward, *details.values()))), "")
     if not error and too_many_details(map(str, details)):
         return f"returned {len(details)} details, more than {MAX_REWARD_DETAILS}; return the important ones"

@@ -40,7 +40,7 @@ def free_names(source: str, bound: bool = False) -> set[str]:
 
 
 def statements_of(node: ast.stmt, any_method: bool = False) -> list[ast.stmt]:
-    """Statements of a function; of a class, those of its methods, if it has a test or any is asked for."""
+    """Statements in a function's body; for a class, those of its methods, if one is a test or `any_method` is set."""
     if isinstance(node, Function):
         return node.body
     methods = [each for each in getattr(node, "body", []) if isinstance(each, Function) and not is_skipped(each)]
@@ -58,7 +58,7 @@ def names_from_program(node: ast.AST) -> set[str]:
 
 
 def flow(node: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
-    """(expressions, what they are assigned to or may change) of a node."""
+    """Data flow of a syntax node: (expressions that it reads, expressions whose values it sets or may change)."""
     if isinstance(node, ast.Assign):
         return [node.value], list(node.targets)
     if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
@@ -113,7 +113,7 @@ def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def header_of(node: ast.stmt) -> ast.AST:
-    """The expressions of a statement, without the statements in it."""
+    """The expressions of a statement itself, as a tuple, without the statements nested in it."""
     inner = {"body", "orelse", "finalbody", "handlers", "cases"}
     parts = [value for name, value in ast.iter_fields(node) if name not in inner]
     flat = [each for part in parts for each in (part if isinstance(part, list) else [part])]
@@ -122,7 +122,7 @@ def header_of(node: ast.stmt) -> ast.AST:
 
 
 def blocks_of(node: ast.stmt, tree: ast.Module) -> list[list[ast.stmt]]:
-    """Statements within a statement that may be executed, and whose failed assertions are not caught in it."""
+    """Blocks of statements nested in a statement that may run, and whose failed assertions it does not catch."""
     if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Constant) and not node.test.value:
         return [node.orelse]
     if isinstance(node, ast.For | ast.AsyncFor) and is_empty(node.iter, tree):

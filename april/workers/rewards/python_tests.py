@@ -46,14 +46,14 @@ class LabelPlan(NamedTuple):
     names: list[str]
     """The program's names that the tests use."""
     needed: list[str]
-    """Names among `names` that are also built-ins or in the standard library: no other function may stand in for the
-    program's."""
+    """Names among `names` that a built-in or the standard library has, too. If the program lacks one, the test fails,
+    and the built-in does not take its place."""
     members: list[str]
-    """Names of modules that stand for the member of that name, as in `datetime(2024, 1, 1)`."""
+    """Module names by which the tests mean the module's member of the same name, as in `datetime(2024, 1, 1)`."""
     libraries: dict[str, str]
-    """Names that stand for modules of LIBRARIES -> the modules."""
+    """Names in the tests that mean a module of LIBRARIES -> the module."""
     classes: list[str]
-    """The program's names whose results the tests use as objects: their own operators count."""
+    """The program's classes whose instances the tests use as objects, so that operators are those of the class."""
     tests: dict[str, bool]
     """Functions and classes that the source defines and does not call -> whether they take the candidate."""
 
@@ -80,11 +80,11 @@ WRAPPERS = {"list", "tuple", "set", "sorted", "len", "abs", "round", "isinstance
             "bool"}  # fmt: skip
 LIBRARIES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "nx": "networkx", "scipy": "scipy",
              "networkx": "networkx", "sympy": "sympy", "torch": "torch", "pytest": "pytest"}  # fmt: skip
-"""Modules that tests use without an import, by the names that they give them; no program's object stands for one."""
+"""Modules that tests may use without an import, by the names they use. These names are never the program's."""
 SINGLE_LETTERS = frozenset(string.ascii_uppercase)
-"""Names that the module `re` has for its flags, and a program for its classes."""
+"""Capital letters: the names of the flags in the module `re`, but often also of a program's class."""
 UNREACHABLE = {"capsys", "monkeypatch", "mocker", "tmp_path", "patch", "redirect_stdout", "redirect_stderr"}
-"""Names that show that a test replaces something in the program's process, or reads what it prints there."""
+"""Names that show that a test patches the program's process or reads its output, neither of which a judge can do."""
 
 
 def plan_of(source: str, prompt: Any = None, entry_point: str = "", owner: str = "") -> LabelPlan:
@@ -166,7 +166,7 @@ class LabelReader:
     # --- names --------------------------------------------------------------------------------------------------
 
     def spread(self, tainted: set[str]) -> set[str]:
-        """Names whose values may come from the program, given those that certainly do."""
+        """Names whose values may come from the program. `tainted`: the names for which this is certain."""
         tainted = tainted | {node.arg for node in self.nodes if isinstance(node, ast.arg)}
         size = -1
         while size < len(tainted):
@@ -189,9 +189,12 @@ class LabelReader:
         return self.names_within[node]
 
     def subjects(self, eligible: set[str]) -> set[str]:
-        """Functions under test among names that are also a built-in's or in the standard library. An assertion that
-        depends on nothing else of the program calls them first or expects them to raise, or a test function is given
-        them, and nothing more: so the program's own one never gives or sees what is expected."""
+        """Functions under test among names that are also a built-in's or in the standard library (`eligible`).
+
+        The program's function replaces the other one only if the tests use it in no other way than these: as the
+        outermost call of the tested operand, in an assertion that depends on nothing else of the program; as a call
+        that is to raise; as an argument of a test function. So it never computes or sees an expected value.
+        """
         of_cases = {arg.arg for node in self.defined.values() if "parametrize" in decorators_of(node)
                     for arg in ast.walk(node) if isinstance(arg, ast.arg)}  # fmt: skip
         self.tested, under_test, elsewhere = set[str](), set[int](), set[int]()
@@ -213,7 +216,7 @@ class LabelReader:
         return self.tested & eligible - {use.id for use in uses if id(use) not in under_test - elsewhere}
 
     def uses_in(self, node: ast.AST) -> list[ast.Name]:
-        """Names in an expression, and in what is assigned to the variables in it."""
+        """Names in an expression, and in the values that are assigned to its variables."""
         found, seen = names_of(node), set[str]()
         for each in found:
             if each.id not in seen:
@@ -222,7 +225,7 @@ class LabelReader:
         return found
 
     def is_expected(self, name: str) -> bool:
-        """Whether a name of the judge's has to do with what an assertion expects of the candidate."""
+        """Whether a name is a built-in or in the standard library, and an assertion compares it with the candidate."""
         known = name in self.standard | BUILTINS
         return known and any({"candidate", name} <= self.compared(node) for node in self.nodes)
 
@@ -231,8 +234,8 @@ class LabelReader:
         return {use.id for each in operands_of(node) for use in self.uses_in(each)}
 
     def helpers(self) -> set[str]:
-        """Functions of the standard library that an assertion uses to compare the program's result, or for the expected
-        one: the program's functions of the same name would see what is expected."""
+        """Functions of the standard library with which an assertion compares the program's result, or computes the
+        expected one. The program's functions must not replace them, since they would see what is expected."""
         found = set()
         for node in self.nodes:
             operands = operands_of(node)
@@ -244,7 +247,7 @@ class LabelReader:
         return found & self.standard
 
     def outermost(self, node: ast.expr) -> str:
-        """The function whose result an operand is, but for functions that only convert it; empty if there is none."""
+        """Name of the outermost function called in an operand, apart from mere conversions; empty without a call."""
         if isinstance(node, ast.Name) and node.id in self.assigned:
             value = self.assigned[node.id]
             return "" if node.id in loads(value) else self.outermost(value)
@@ -260,8 +263,8 @@ class LabelReader:
         return inner or node.func.id
 
     def classes(self) -> set[str]:
-        """The program's capitalised names that are called for objects: an attribute of the result is used that no
-        plain value has, or that changes it, `isinstance` is asked for it, or an operator joins two of its results."""
+        """The program's capitalised names that the tests call to make objects. For each, the tests use an attribute of
+        the result that no plain value has or that changes it, ask `isinstance`, or join two results by an operator."""
         candidates = {name for name in self.names | self.imported if name[0].isupper()}
         made: dict[str, set[str]] = {}
         for node in self.nodes:
@@ -349,7 +352,7 @@ class LabelReader:
     # --- refusals -----------------------------------------------------------------------------------------------
 
     def shape(self) -> str:
-        """Words for a label that asserts nothing, for the error."""
+        """Why a label asserts nothing, as a clause of the error text."""
         functions = [node for node in self.defined.values() if isinstance(node, Function)]
         waiting = [node for node in functions if node.args.args and self.asserts(node.body, set())]
         if waiting and not self.entry_point:

@@ -192,7 +192,7 @@ def proportional_bytes(pid: int) -> int:
 def written(folder: str, pids: list[int], most: int) -> tuple[int, int]:
     """(number of files and folders in a folder, disk usage in bytes of its files and of deleted files still open).
 
-    Counting ends at `most` + 1 entries, and what cannot be looked at, such as a path too long to open, counts as that.
+    Counting ends at `most` + 1 entries; a folder that cannot be read, as its path is too long, counts as that many.
     """
     files: dict[tuple[int, int], int] = {}
     entries, unread = 0, [folder]
@@ -230,7 +230,7 @@ NAMESPACES = ["unshare", "--net", "--pid", "--ipc", "--fork", "--kill-child"]
 OWN_PROC = ["--mount-proc"]
 AS_ROOT_OF_ITS_OWN = ["--user", "--map-root-user"]
 KEEP_INIT = ["sh", "-c", '"$@"; exit $?', "sh"]
-"""Command prefix: the namespace's first process, which dies with `unshare`, stays root and starts the program."""
+"""Command prefix: a shell as the namespace's first process; it stays root, starts the program, dies with `unshare`."""
 DIE_WITH_PARENT = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 """Command prefix that ends the program with this process. A command instead of a `preexec_fn`, since Python code in a
 forked child may deadlock on a lock that another thread held at the fork."""

@@ -25,9 +25,9 @@ import sysconfig
 
 HEADER = ("typing", "collections", "math", "itertools", "functools", "heapq", "bisect", "string", "re", "datetime",
           "copy", "random", "operator", "statistics", "decimal", "fractions", "dataclasses", "abc", "enum")  # fmt: skip
-"""Modules whose names a program may use without an import, as on LeetCode; an earlier one's name counts."""
+"""Modules whose public names a program may use without an import, as on LeetCode; the first with a name wins."""
 STARTS = "\0the program starts\n"
-"""First output of a program: what the interpreter printed before it, at its own start, is not the program's."""
+"""Line that is printed before a program runs: output before it is the interpreter's, and not the program's."""
 DEEPEST_RECURSION = 50_000
 FIRST_UID, UIDS = 50_000, 10_000
 CAPABILITY_VERSION, CAP_DAC_READ_SEARCH = 0x20080522, 1 << 2
@@ -119,7 +119,7 @@ def unbound_names(tree: ast.AST) -> set[str]:
 
 
 def header(names: set[str]) -> dict[str, object]:
-    """The `names` that stand for a module of the standard library, or for something in a module of HEADER, with their
+    """Those of `names` that are a module of the standard library or a public name of a module in HEADER, with their
     values."""
     found: dict[str, object] = {}
     for name in names:

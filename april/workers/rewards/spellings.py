@@ -72,7 +72,7 @@ SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
         )
     ),
 ]  # fmt: skip
-"""(regular expression, replacement): ways to write an answer that the library does not read or reads as another one."""
+"""(regular expression, replacement) of each notation that the library cannot read, or would misread."""
 
 
 LAST_LETTERS = re.compile(r"(?<=[\s\d}])([A-Za-z]{1,4})\s*$")
@@ -80,7 +80,7 @@ LAST_LETTERS = re.compile(r"(?<=[\s\d}])([A-Za-z]{1,4})\s*$")
 
 
 def spelled(text: str) -> str:
-    """The text in the spelling that the library reads."""
+    """The text in notations that the library reads."""
     for pattern, replacement in SPELLINGS:
         text = pattern.sub(replacement, text)
     union = union_of(text)
@@ -91,7 +91,7 @@ def spelled(text: str) -> str:
 
 
 def ending_of(number: str) -> str:
-    """The ending of an ordinal number."""
+    """The English ending of an ordinal number: st, nd, rd or th."""
     return "th" if number[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(number[-1], "th")
 
 

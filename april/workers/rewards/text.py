@@ -33,7 +33,7 @@ def without_end(response: str) -> str:
 
 
 def in_lines(response: str) -> str:
-    """The response with each special token between its turns as the end of a line."""
+    """The response with a line break in place of each special token between its turns."""
     return SPECIAL_TOKEN.sub("\n", response)
 
 
@@ -85,7 +85,7 @@ NOUN = r"(?i:choice|option|selection|letter|pick)"
 SURELY = (
     r"(?:\s+(?:then|thus|therefore|hence|(?:most\s+)?likely|probably|definitely|clearly|obviously|certainly|indeed))*"
 )
-"""Regular expression for adverbs before or behind "be". Not possessive: Python before 3.11.5 then misses matches."""
+"""Regular expression for adverbs before or after "be". Not possessive: Python before 3.11.5 then misses matches."""
 MODAL = (
     r"(?:must|should|ought\s+to|may|might|will|would(?:\s+have\s+to)?|(?:has|had|have)\s+(?:got\s+)?to|"
     rf"(?:can|could)\s+only|(?:seems?|appears?)\s+to){SURELY}\s+be{SURELY}"
@@ -112,9 +112,9 @@ CHOICE_PHRASES = tuple(
     )
 )
 SUPPOSED = (3, 6)
-"""Indexes of the phrases such as "it would be" and "B is true", which count only where no phrase says more."""
+"""Indexes of weak phrases, such as "it would be" and "B is true"; they count only if no other states a choice."""
 HEDGE = re.compile(r"[\s$*)]*(?:/|(?:or|and)\b)[\s$*(]*[A-Z](?![\w'])(?!\s+(?:is|are|was)\b)")
-"""Regular expression for another letter behind the chosen one, as in "B or C"."""
+"""Regular expression for another letter after the chosen one, as in "B or C"."""
 BETWEEN_CHOICES = re.compile(r"[\s$]*\bor\b[\s$]*")
 """Regular expression for what stands between two boxes that are alternatives."""
 LISTED = re.compile(r"^\W*([A-Z])[.):]\W*\s\S")

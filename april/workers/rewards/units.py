@@ -1,7 +1,7 @@
-"""Units of measurement behind, or currencies before, a mathematical answer.
+"""Units of measurement after, or currencies before, a mathematical answer.
 
 `math` compares two answers that both have a unit in that unit: 90 minutes are 1.5 hours, and 5 hours are not 5 minutes.
-An answer with a unit is compared with one without by its number alone.
+If only one answer has a unit, just the numbers are compared.
 """
 
 import re
@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 
 class Measured(NamedTuple):
-    """An answer in two parts: its value, and the unit behind or before it."""
+    """An answer in two parts: its value, and the unit after or before it."""
 
     value: str
     factor: Fraction
     """Size of the unit in base units."""
     dimension: frozenset[tuple[str, int]]
-    """(quantity, exponent) of the unit; empty for what is only counted."""
+    """(quantity, exponent) pairs of the unit; empty if the answer only counts things."""
     counted: frozenset[str] = frozenset()
     """Words for the things counted, such as apples."""
     certain: bool = True
     """False for a letter that may as well be a variable, as in 3s."""
 
     def contradicts(self, other: "Measured") -> bool:
-        """Whether the units are of different kinds. Things that are counted are different without a common word."""
+        """Whether the units differ in kind. Answers that count things differ in kind if they have no word in common."""
         if self.counted and other.counted and not (self.dimension and other.dimension):
             return self.counted.isdisjoint(other.counted)
         return bool(self.dimension and other.dimension) and self.dimension != other.dimension
@@ -113,10 +113,10 @@ NO_UNITS = NUMERALS | {
     "not",
     "to",
 }
-"""Words behind a number that make another answer of it."""
+"""Words after a number that are no unit, but change what the answer says, such as "if" and "mod"."""
 VAGUE = {"unit", "square", "cubic", "total", "different", "distinct", "of", "in", "the", "possible", "people", "person",
          "item", "object", "thing", "child", "children", "kid", "piece"}  # fmt: skip
-"""Words that do not say what is counted."""
+"""Words that tell nothing about the things counted, such as "total" and "item"."""
 
 FONT = re.compile(
     r"(?:\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mh]box|operatorname)\s*\{|\{\\rm\b)((?:[^{}]|\{[^{}]*\})*)\}"
@@ -132,7 +132,7 @@ AMOUNT = re.compile(
     r"(?:[^=]*=)?(?:[eE](?=[+-]?\d)|[\d\s.,/{}()\[\]^+*!-]|\\[,;:! ]"
     r"|\\(?:[dt]?frac|sqrt|pi|cdot|times|left|right)(?![a-z]))*"
 )
-"""Regular expression for a number in TeX, behind which letters outside of text may be a unit."""
+"""Regular expression for a number in TeX. Letters after it may be a unit even if they are not marked as text."""
 UNIT_FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*{FONT.pattern}\s*\}}\s*\{{\s*{FONT.pattern}\s*\}}")
 SUM = re.compile(r"[^\s{^(eE=]\s*[+-]")
 PRICE = re.compile(r"\\?(?P<sign>[$\u20ac\u00a3])(?P<value>[^$\u20ac\u00a3]*\d[^$\u20ac\u00a3]*)")
@@ -143,7 +143,7 @@ SUMMANDS = re.compile(rf"\s*{SUMMAND.pattern}(?:(?:\s|,|\\[,;: ]|\band\b)*{SUMMA
 LONGEST = 200
 """Longest answer in which a unit is looked for (characters)."""
 BEHIND_BOX = re.compile(r"[,;!?\n$]|\.(?=\s|$)|\\[)\]]")
-"""Regular expression for the end of a formula or of a clause."""
+"""Regular expression for the end of a formula or clause: a unit after a box is looked for up to there."""
 TOKEN = re.compile(r"[A-Za-z]+|\^-?\d|/")
 SPELLINGS = (
     (re.compile(r"[{}]"), ""),
@@ -213,7 +213,7 @@ def sum_of_units(answer: str) -> Measured | None:
 
 
 def unit_and_things(value: str, unit: str, words: list[str]) -> Measured:
-    """A value with what is counted; words behind a known unit, as in 5 km north, say more of it."""
+    """A value with its unit and, in `counted`, the words after it, as in 5 km north; all words if no unit is known."""
     parts = unit.split()
     for count in range(len(parts) - 1, 0, -1):
         if "in" not in parts[:count]:
@@ -260,7 +260,7 @@ def singular(word: str) -> str:
 
 
 def unit_behind(value: str, text: str) -> Measured | None:
-    """The value with the unit that stands behind its last occurrence in a text; None without one."""
+    """The value with the unit that follows the value's last occurrence in a text; None without a unit."""
     _, found, behind = text.rpartition(value)
     words = re.split(r"(?<=\S)(?=\s)", re.split(r"[,;!?\n$]|\.(?=\s|$)", behind)[0])[:4] if found and value else []
     tries = (measured(value + "".join(words[:count])) for count in range(len(words), 0, -1))
@@ -268,7 +268,7 @@ def unit_behind(value: str, text: str) -> Measured | None:
 
 
 def with_unit(answer: str, behind: str) -> str:
-    """A boxed number with the unit that stands behind its box; the answer itself without one."""
+    """A boxed number with the unit that follows its box; the answer itself without one."""
     if not AMOUNT.fullmatch(answer):
         return answer
     words = re.split(r"\bin\b", BEHIND_BOX.split(behind.lstrip(" $*"), maxsplit=1)[0])[0].split()

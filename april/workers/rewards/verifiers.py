@@ -38,7 +38,7 @@ PARAMETERS = ("response", "label", "finish_reason", "prompt", "tokens", "state",
 GROUP_PARAMETERS = ("responses", "label", "finish_reasons", "prompt", "tokens", "states")
 """Parameters that a group verifier may have."""
 ROW_PROMPT = "row_prompt"
-"""Parameter that the adapters of other frameworks' functions have besides."""
+"""Further parameter of adapters for other frameworks' functions: the prompt as its dataset row has it."""
 POSITIONAL = 3
 
 
@@ -133,7 +133,7 @@ def needed_names(parameters: Iterable[inspect.Parameter]) -> list[str]:
 
 
 def refuse_other_orders(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise LookupError if names that are bound by position say that they mean a group, or a prompt first."""
+    """Raise LookupError for parameters bound by position whose names show that a group or a prompt comes first."""
     if "response" in known and names[0] in ("responses", "outputs", "completions"):
         raise LookupError(f"its parameter {names[0]!r} is of several responses; begin the name with 'group:'")
     if names[0] in ("question", "questions", "query", "instruction", "problem", "input", "inputs"):

@@ -75,7 +75,7 @@ def probe(key: str, teacher: ServerTeacher, policy: Tokenizer) -> None:
 
 
 def plain_ids(tokenizer: Tokenizer) -> Iterator[int]:
-    """Ids of tokens that are plain words, far apart in the vocabulary; every tokeniser decodes them alike."""
+    """Ids of tokens that are plain words or numbers, spread over the vocabulary: any tokeniser decodes them alike."""
     count = len(tokenizer.inner)
     for number in range(0, count, max(1, count // (4 * PROBED_TOKENS))):
         if re.fullmatch(r" ?[A-Za-z0-9]+", tokenizer.inner.decode([number])):

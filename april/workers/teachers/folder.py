@@ -41,8 +41,8 @@ class FolderTeacher:
         return torch.cat(found).cpu().numpy()
 
     def told(self, logprobs: "Tensor", targets: "Tensor") -> "Tensor":
-        """The answer for n tokens from their log-probabilities [n, V]: those of the targets, int64 [n, 1], and the top
-        k pairs (id, log-probability) among the policy's ids."""
+        """The result (`messages.Teacher`) for n tokens, from the model's log-probabilities [n, V]: those of `targets`,
+        int64 [n, 1], and the top k pairs (id, log-probability) among the policy's ids."""
         import torch
 
         own = logprobs.gather(1, targets)

@@ -20,7 +20,7 @@ class TeacherRules(msgspec.Struct, frozen=True):
     top_k: int = 0
     """Number of most likely ids per token that the teacher gives; 0: none."""
     vocabulary: int = 0
-    """Number of ids of the policy; 0 if unknown."""
+    """Size of the policy's vocabulary; 0 if unknown."""
 
 
 class TeacherItem(msgspec.Struct, array_like=True, frozen=True):
@@ -30,7 +30,7 @@ class TeacherItem(msgspec.Struct, array_like=True, frozen=True):
     prompt: bytes
     responses: list[bytes]
     starts: list[int] = []
-    """Number of tokens at the beginning of each response that are read alone, and not scored; empty: none of any."""
+    """Number of tokens at the beginning of each response that are context and not scored; empty: 0 for all."""
 
 
 class TeacherAnswer(msgspec.Struct, array_like=True, frozen=True):
@@ -48,6 +48,6 @@ class TeacherError(RuntimeError):
 
 
 Teacher = Callable[[np.ndarray], np.ndarray]
-"""Function (ids of a text, int32 [T]) -> log-probabilities of its ids from the second on, float [T - 1]. With `top_k`
-k > 0: float [T - 1, 1 + 2k], where each is followed by k pairs (id, log-probability), the most likely ids in its place.
-Raises TeacherError, or what a model raises."""
+"""Function (token ids of a text, int32 [T]) -> log-probabilities of ids 1 to T - 1, float [T - 1]. With `top_k` k > 0:
+float [T - 1, 1 + 2k], where each log-probability is followed by k pairs (id, log-probability) of the ids most likely at
+that position. Raises TeacherError, or what a model raises."""

@@ -1,5 +1,5 @@
-"""The teachers of a scorer: asked beside the verifiers, so that a response's score has its reward and its teacher's
-log-probabilities. A teacher's error is the score's, and the response is scored again."""
+"""The teachers of a scorer. They are asked while the verifiers work, so that a response's score has its reward and its
+teacher's log-probabilities. If a teacher fails, the score is an error, and the response is scored again."""
 
 from collections.abc import Sequence
 

@@ -17,7 +17,7 @@ SMALLEST = -1e4
 LARGEST = 1e-3
 """Largest valid log-probability: 0, with room for rounding."""
 EXACT_IDS = 1 << 24
-"""Ids that float32 holds exactly."""
+"""Number of ids, from 0 on, that float32 represents exactly."""
 
 
 def main(limit_s: float) -> None:

@@ -29,7 +29,7 @@ class ScoredToken(NamedTuple):
     text: str | None = None
     """Text of the token by the server's tokeniser; None if the server does not tell."""
     top: Sequence[tuple[int, float]] = ()
-    """The most likely ids in its place with their log-probabilities, the most likely first."""
+    """The ids most likely at its position with their log-probabilities, the most likely first."""
 
 
 class ServerTeacher:
@@ -54,7 +54,7 @@ class ServerTeacher:
         return self.told(ids.tolist(), scored)
 
     def told(self, ids: list[int], scored: list[ScoredToken]) -> np.ndarray:
-        """The result for a text, from its tokens as the server scores them. Raises TeacherError."""
+        """Result (`messages.Teacher`) for a text, from its tokens as the server scores them. Raises TeacherError."""
         if len(scored) != len(ids):
             raise TeacherError(f"the server scored {len(scored)} tokens where {len(ids)} were asked for")
         k = self.rules.top_k
@@ -77,8 +77,8 @@ class ServerTeacher:
 
 
 class SglangTeacher(ServerTeacher):
-    """SGLang's `/generate` with `logprob_start_len` and `top_logprobs_num`. It scores the largest id of its vocabulary
-    as such, and gives it the id 0 and the text of id 0."""
+    """SGLang's `/generate` with `logprob_start_len` and `top_logprobs_num`. SGLang scores the largest id of its
+    vocabulary correctly, but reports it as id 0 with that id's text; this is corrected here."""
 
     def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
         answer = self.ask(
@@ -114,8 +114,8 @@ class VllmTeacher(ServerTeacher):
 
 
 class OpenaiTeacher(ServerTeacher):
-    """Completions as OpenAI's API has them, with `echo` and `logprobs`; they tell texts of tokens, not ids. A text may
-    be that of several ids, so that the most likely ones are asked for as `token_id:ID`, which vLLM's server tells."""
+    """Completions by OpenAI's API, with `echo` and `logprobs`, which report tokens as texts and not as ids. Several ids
+    may have one text, so the most likely ids are requested in the form `token_id:ID`, which vLLM's server supports."""
 
     def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
         k = self.rules.top_k
@@ -130,8 +130,8 @@ class OpenaiTeacher(ServerTeacher):
 
 
 def with_tops(tokens: list[ScoredToken], tops: Sequence[list[tuple[int, float | None]]]) -> list[ScoredToken]:
-    """Tokens with the ids that are most likely in their places; servers may add the token of the text itself, and name
-    them in any order. Raises TeacherError."""
+    """Tokens with the ids most likely at their positions, sorted. `tops`: (id, log-probability) pairs of each token;
+    servers give them in any order, and may add the token of the text itself. Raises TeacherError."""
     if len(tops) != len(tokens):
         raise TeacherError(f"the server told the most likely ids of {len(tops)} tokens where it scored {len(tokens)}")
     numbers = ([(number, np.nan if p is None else p) for number, p in top] for top in tops)
@@ -140,7 +140,7 @@ def with_tops(tokens: list[ScoredToken], tops: Sequence[list[tuple[int, float | 
 
 
 def id_of(text: str) -> int:
-    """The id that a server tells as `token_id:ID`. Raises TeacherError for another text."""
+    """The id in a server's text `token_id:ID`. Raises TeacherError for another text."""
     number = text.removeprefix("token_id:")
     if number == text or not number.isdecimal():
         raise TeacherError(f"the server tells a token as {text[:40]!r}, where token_id:ID was asked for")

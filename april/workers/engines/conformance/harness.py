@@ -157,15 +157,15 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
     },
 }  # fmt: skip
-"""Keys of config.json of tiny models beside `TINY_SHAPE`, by model_type: plain ones, then one each with windows, sinks,
-states, experts and images."""
+"""Keys of config.json that each tiny model has in addition to `TINY_SHAPE`, by model_type: plain decoders, then one
+model each with sliding windows, attention sinks, recurrent states, experts and images."""
 TOWERS: Mapping[str, dict[str, Any]] = {
     "qwen3_vl": {
         "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48, "patch_size": 4,
         "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1],
     },
 }  # fmt: skip
-"""Keys of the vision towers of those that take images."""
+"""Keys of the vision tower in config.json, by model_type, for the tiny models that take images."""
 PLACEHOLDERS = {"image_token_id": VOCABULARY - 1, "video_token_id": VOCABULARY - 2}
 PLACEHOLDERS |= {"vision_start_token_id": VOCABULARY - 3, "vision_end_token_id": VOCABULARY - 4}
 """Ids of the tokens around and in place of images."""
@@ -228,7 +228,7 @@ def build_reference(architecture: str, seed: int) -> PreTrainedModel:
 
 
 def a_matrix(weights: Mapping[str, torch.Tensor]) -> str:
-    """Name of a matrix of the second layer, of no expert."""
+    """Name of a weight matrix of the second layer that does not belong to an expert."""
     found = [name for name, tensor in weights.items() if ".1." in name and "experts" not in name and tensor.ndim == 2]
     return next((name for name in found if name.endswith("up_proj.weight")), found[-1])
 

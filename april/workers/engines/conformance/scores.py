@@ -30,7 +30,7 @@ from april.workers.engines.weight_loading import WeightCheck
 
 Weights = dict[str, torch.Tensor]
 STEP_CHANGE = 1e-3
-"""Change of each weight in one training step, as with AdamW at that learning rate."""
+"""Change of each weight in one training step: with AdamW it is about the learning rate, here 1e-3."""
 
 
 def a_step_further(weights: Weights, seed: int = 0) -> Weights:
@@ -68,7 +68,7 @@ def rounded_to_8_bits(old: Weights, new: Weights) -> Weights:
 
 
 def one_ranks_shard_of_the_version_before(old: Weights, new: Weights) -> Weights:
-    """Fault: the shards of the first of two ranks (under FSDP2 half of the rows) are of the version before."""
+    """Fault: one of two FSDP2 ranks, which holds the first half of each tensor's rows, sent the previous version."""
     return {name: torch.cat([old[name][: -(-len(t) // 2)], t[-(-len(t) // 2) :]]) for name, t in new.items()}
 
 

@@ -56,11 +56,10 @@ def check_engine_named(name: str, overrides: list[str], say: Callable[[str], Non
 
 
 def try_engine(name: str, keys: Keys) -> None:
-    """Let an engine generate for a tiny model, as `check_engine_named` does, with the first checks only. `keys`:
-    further configuration keys.
+    """Run the first checks of `check_engine_named` on an engine, with a tiny model. `keys`: further configuration keys.
 
-    Raises AssertionError or whatever the engine raises; ConfigError for one that cannot be found, NotTried for one that
-    this model cannot be built in: it may want files of another kind.
+    Raises AssertionError for a failed check, or what the engine raises; ConfigError if the engine cannot be found;
+    NotTried if it cannot be built with the tiny model, which may lack files that the engine needs.
     """
     entry = ENGINES.find(name)
     with tempfile.TemporaryDirectory() as folder:

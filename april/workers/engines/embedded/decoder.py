@@ -148,7 +148,7 @@ class RMSNorm:
         self._floor = torch.tensor((self.size * eps) ** 0.5, dtype=weight.dtype, device=weight.device)
 
     def assign(self, other: "RMSNorm") -> None:
-        """Take the other's weight, in place."""
+        """Copy the weight of `other` into this norm, in place."""
         self.weight.copy_(other.weight)
         self._scaled.copy_(other._scaled)
 
@@ -179,7 +179,7 @@ class Layer:
     down_bias: Tensor | None
 
     def assign(self, other: "Layer") -> None:
-        """Take the other's weights, in place."""
+        """Copy the weights of `other` into this layer, in place."""
         for field in fields(self):
             old, new = getattr(self, field.name), getattr(other, field.name)
             if isinstance(old, RMSNorm):
@@ -188,7 +188,7 @@ class Layer:
                 old.copy_(new)
 
     def differing(self, other: "Layer") -> Iterator[str]:
-        """Names of the fields whose values are not the other's."""
+        """Names of the fields whose values differ from those of `other`."""
         for field in fields(self):
             old, new = getattr(self, field.name), getattr(other, field.name)
             if isinstance(old, RMSNorm):
@@ -237,8 +237,8 @@ class Decoder:
         self._last_keys_values.assign(self._without_queries(self.layers[-1]))
 
     def differing(self, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-        """Names of held tensors whose values are not those of `tensors`, given as to `refill`. Projections that are
-        computed in one product are named as one."""
+        """Names of held tensors whose values differ from those of `tensors`, which are as for `refill`. A fused
+        projection, such as query, key and value, has one name."""
         whole = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
         if not self.shape.tied:
             whole["lm_head.weight"] = self.output
@@ -335,8 +335,8 @@ class Decoder:
         yield self._project(self._last_keys_values, x, rotation)
 
     def fill(self, tokens: Tensor, positions: Tensor, rows: "PrefillRows") -> None:
-        """Prefill contexts that lie end to end. `tokens`, `positions`: int64 [T]; `rows` stores the new keys and values
-        of each layer, and attends."""
+        """Prefill several contexts, concatenated without padding. `tokens`, `positions`: int64 [T]; `rows` stores the
+        new keys and values of each layer, and attends."""
         x = F.embedding(tokens, self.embedding)
         rotation = self.rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self.layers[:-1]):

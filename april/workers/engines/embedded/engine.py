@@ -291,8 +291,8 @@ class TorchEngine:
         return chunks
 
     def _new_batch(self) -> DecodeBatch | None:
-        """Move sequences that have filled their place in the cache, then build a new decode batch; None if the only one
-        has to be prefilled again."""
+        """Move sequences that have outgrown their place in the cache, evicting others if it is full, then build a new
+        decode batch; None if no sequence is left in the cache."""
         running, stored = np.fromiter(self._slot_of.values(), np.int64), self._table.length - 1
         for slot in map(int, self._cache.outgrown(running, stored[running])):
             while slot not in self._awaiting_prefill and not self._cache.promote(slot, stored):

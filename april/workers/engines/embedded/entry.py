@@ -1,5 +1,5 @@
-"""Registry entries of the embedded engines: torch, the same at the pace of other hardware, and that of transformers'
-own models. They import no torch."""
+"""Registry entries of the embedded engines: `torch`, `torch` slowed down to the pace of other hardware, and the engine
+on transformers' own models. They import no torch."""
 
 import math
 from importlib.metadata import version

@@ -21,19 +21,19 @@ from april.workers.engines.embedded.decoder import Decoder, DecoderShape
 from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable
 
 SMALLEST_EXTENT = 128
-"""Extents are 128 tokens or doublings of it, up to the longest context."""
+"""Smallest extent (tokens). Others are twice, four times ... as large, up to the longest context."""
 SCRATCH = SMALLEST_EXTENT
-"""Tokens at the front that belong to no slot; the padding rows of a graph write there."""
+"""Number of cache positions at the front that belong to no slot; the padding rows of a graph write there."""
 FIRST_TOKENS = 1 << 15
 """Size with which the cache begins (tokens); it doubles when it is full."""
 GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Numbers of rows for which graphs are captured; above the last one, its multiples."""
+"""Batch sizes (rows) for which CUDA graphs of a decode step are captured; larger ones are multiples of the last."""
 FLASH_CAPABILITY = (8, 0)
 """Lowest CUDA compute capability (major, minor) with flash attention."""
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 LARGEST_FLASH_HEAD = 256
 ROWS_TO_FILL_A_GPU = 24
-"""Rows of a decode step with which a GPU is busy without dividing their keys (an H200 is with 32, and not with 8)."""
+"""Rows of a decode step that keep a GPU busy without splitting each row's keys (on an H200, 32 do and 8 do not)."""
 RESERVE_BYTES = 1 << 30
 """Memory that the cache leaves to activations, to a layer's new weights, and to fragmentation."""
 SAMPLING_COPIES = 8
@@ -103,7 +103,7 @@ class Rows:
     extent_starts: Tensor
     """Start of each row's extent, int32 [rows + 1]; the last entry is not read."""
     used: Tensor
-    """Number of positions of each row with its new ones, int32 [rows]."""
+    """Number of cached positions of each row, the new ones included, int32 [rows]."""
     most_queries: int
     most_keys: int
 
@@ -176,7 +176,7 @@ class FlatCache:
         self._keys_values: list[Tensor] = []
         self._extents = Extents(0)
         self._most_tokens = 0
-        """Largest size of the cache (tokens); 0 until the first slot, when the weights have their memory."""
+        """Largest size of the cache (tokens); 0 until the first slot is allocated, when the weights are in memory."""
         self._start_of = np.full(slots, -1)
         self._capacity_of = np.zeros(slots, np.int64)
         rows = graph_rows(slots)
@@ -195,7 +195,7 @@ class FlatCache:
     # --- extents ---------------------------------------------------------------------------------------------------
 
     def allocate(self, slot: int, position: int) -> bool:
-        """Give `slot` an extent that can store `position`; whether there was one."""
+        """Give `slot` an extent that can store `position`. Returns whether the cache had room."""
         extent = self._take(position)
         if extent is None:
             return False
@@ -243,7 +243,7 @@ class FlatCache:
         return slots[(self._start_of[slots] >= 0) & (positions >= self._capacity_of[slots])]
 
     def promote(self, slot: int, stored: np.ndarray) -> bool:
-        """Move a sequence that fills its extent into a larger one; whether there was one."""
+        """Move a sequence that fills its extent into a larger one. Returns whether the cache had room."""
         length = int(stored[slot])
         extent = self._take(length)
         if extent is None:
@@ -404,7 +404,7 @@ class FlatCache:
 
 
 def graph_rows(count: int) -> int:
-    """Smallest number of rows of a graph that holds `count`."""
+    """Smallest batch size (rows) of a CUDA graph that `count` rows fit into."""
     last = GRAPH_ROWS[-1]
     return next((rows for rows in GRAPH_ROWS if rows >= count), -(-count // last) * last)
 

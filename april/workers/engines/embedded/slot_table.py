@@ -123,7 +123,7 @@ class DecodeStep:
     tokens: Tensor
     logprobs: Tensor
     copied: torch.cuda.Event | None
-    """Event after which they may be read; None on a CPU."""
+    """Event after which the host may read `tokens` and `logprobs`; None on a CPU."""
 
     @classmethod
     def begun(cls, batch: DecodeBatch, tokens: Tensor, logprobs: Tensor) -> "DecodeStep":

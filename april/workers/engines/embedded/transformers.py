@@ -156,7 +156,7 @@ class TransformersEngine(InProcessEngine):
     @torch.inference_mode()
     def _cache_error(self) -> float:
         """Largest mean difference between log-probabilities of decoding with a cache and those of a whole forward pass
-        (nats), over the tokens of short random texts in one batch, one of which leaves it on the way."""
+        (nats), over the tokens of short random texts in one batch. One text leaves the batch before the others end."""
         texts = np.random.default_rng(0).integers(self.vocabulary, size=(2, TRIAL_LENGTH + TRIAL_STEPS))
         ids = torch.from_numpy(texts).to(self._device)
         whole = [self._lm(input_ids=text[None], use_cache=False).logits[0].float().log_softmax(-1) for text in ids]
@@ -306,8 +306,8 @@ class ImageInputs:
         return places_of_images(np.asarray(tokens), self.token_id, counts, starts)
 
     def inputs(self, lm: Any, contexts: Sequence[Context], mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Positions of padded contexts in three axes by the model's own rule, int64 [3, n, L], and what a prefill is
-        passed beside them. `mask`: int64 [n, L], 0 for padding. Some context has an image."""
+        """Positions of padded contexts in three axes by the model's own rule, int64 [3, n, L], and the image arguments
+        of the prefill. `mask`: int64 [n, L], 0 for padding. At least one context has an image."""
         read = [self.read(context.images) for context in contexts]
         places = torch.zeros(mask.shape, dtype=torch.bool)
         for row, ((tokens, _, starts), images) in enumerate(zip(contexts, read, strict=True)):
@@ -399,13 +399,13 @@ class CachedBatch:
         return logits
 
     def append(self, tokens: Tensor) -> None:
-        """Go on from the next token of each request, int64 [n]."""
+        """Append the sampled token of each request, int64 [n]; the next call of `logits` decodes these tokens."""
         if self.ids is not None:
             self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
 
     def _forward(self, lm: Any, ids: Tensor, length: int | None, shown: dict[str, Tensor]) -> Tensor:
-        """Logits, float32 [n, vocabulary], after the last `length` tokens; None for all of them, in a prefill, which is
-        `shown` images."""
+        """Run the model on the last `length` tokens of `ids`, or in a prefill (None) on all of them. Returns the logits
+        after the last token, float32 [n, vocabulary]. `shown`: the image arguments of a prefill."""
         inputs = lm.prepare_inputs_for_generation(
             ids, next_sequence_length=length, is_first_iteration=length is None, **self.inputs
         )
@@ -414,7 +414,7 @@ class CachedBatch:
         return outputs.logits[:, -1].float()
 
     def _select(self, rows: list[int]) -> None:
-        """Make the batch's rows those given, of its present ones."""
+        """Keep only these rows of the batch, in this order, in its contexts, inputs and cache."""
         if self.ids is None or rows == list(range(len(self.ids))):
             return
         index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)

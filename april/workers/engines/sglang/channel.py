@@ -19,14 +19,14 @@ from april.workers.engines.sglang.engine import SGLangEngine, VerifyWeights
 from april.workers.engines.weight_loading import WeightLoader, scored_text
 
 JOIN_TIMEOUT_FACTOR = 5
-"""Longest time for a gloo group to form or fail, as a multiple of its timeout. A server builds the groups of a channel
-one after the other; all of them together have this time, since an invitation's timeout counts its groups."""
+"""Longest time for a server to join all groups of a channel, as a multiple of the invitation's timeout for all of them:
+a gloo group may take several times its timeout to form or fail."""
 LEAVE_S = 1.0
 """Longest time to leave all groups of a channel, seconds. It is short because the worker sends no sign of life then."""
 
 
 class ServerWeightChannel:
-    """Implements `InferenceServer` for the current servers of a worker's engines, of which those that are up join.
+    """Implements `InferenceServer`: a worker's SGLang servers as members of a weight channel. Those that are up join.
 
     A server that hangs in a group which the learner has given up is reported to its engine, which restarts it.
     """
@@ -37,7 +37,7 @@ class ServerWeightChannel:
         """Indices of the servers that have joined the channel, or are joining it."""
 
     def up(self) -> tuple[bool, ...]:
-        """Whether each server is up; nothing if none is."""
+        """For each server whether it is up; an empty tuple if none is."""
         ups = tuple(engine.ready for engine in self._engines)
         return ups if any(ups) else ()
 

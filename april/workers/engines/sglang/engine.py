@@ -222,7 +222,7 @@ class SGLangEngine(ServerRequests):
         verify: VerifyWeights | None = None,
         meet: weights.Meet = alone,
     ) -> None:
-        """As `update_weights`, with what the learner broadcasts after `meet` has awaited other servers, and `post`."""
+        """As `update_weights`, with what the learner broadcasts; `meet`, `post`: as for `receive_broadcast`."""
         self._check_ready()
         shapes = {head.name: tuple(head.shape) for part in manifest.parts for head in part.tensors}
         check_heads(self._push.expected, self._push.tied, shapes)

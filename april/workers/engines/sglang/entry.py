@@ -35,7 +35,7 @@ class ServerEntry(EngineEntry):
     package: ClassVar[tuple[str, ...]] = ("SGLang", "sglang")
     """Name of the server, then the names of Python packages that contain it."""
     models: ClassVar[str] = "srt/models"
-    """The package's folder of models."""
+    """Folder of model classes in the server's package."""
 
     @classmethod
     def installed(cls, config: Config) -> str:
@@ -83,7 +83,8 @@ class ServerEntry(EngineEntry):
 
     @classmethod
     def weight_channels(cls, config: Config, worker: str) -> list[str]:
-        """The worker's channel, or one for each server if each is to stop before its framework loads weights."""
+        """The worker's channel; one for each server if the transport carries no weights, since a trainer outside April
+        then pauses and loads each server separately."""
         carries = TRANSPORTS.find(config.weights.transport).carries_weights
         return [worker] if carries else cls.engine_names(config, worker)
 

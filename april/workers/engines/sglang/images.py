@@ -1,9 +1,10 @@
 """Images in requests to SGLang.
 
-SGLang takes one placeholder for each image, and repeats it as often as the image has tokens. Where that fails, it may
-tokenise the text again and only log it, so the prompt that it has read is compared with the one that was meant. Tokens
-that a policy has sampled may look to it like images or videos (`ImageTokens`). They cannot be sent beside images, and
-are not kept from being sampled either: log-probabilities would be those of another distribution.
+SGLang takes one placeholder for each image, and repeats it as often as the image has tokens. If that fails, it may
+tokenise the text again and only log it, so the token ids that it reports are compared with those that were meant.
+SGLang may take tokens that a policy has sampled for images or videos (`ImageTokens`). A request with such tokens and an
+image is refused. They are not masked in sampling either, since log-probabilities would then be those of another
+distribution.
 """
 
 import base64
@@ -20,19 +21,19 @@ from april.data.pixels import places_of_images
 from april.workers.engines.base import EngineError, Request
 
 LOOKS_BEHIND_START = ("qwen2_vl", "qwen2_5_vl")
-"""Model types for which SGLang 0.5.23 reads the token behind each one that begins an image or a video, in
-`get_rope_index`. If that is the last token, it breaks off its answer, and only its log says why (IndexError)."""
+"""Model types for which SGLang 0.5.23 (`get_rope_index`) reads the token after each token that begins an image or a
+video. If such a token is the last one, SGLang breaks off its answer, and only its log says why (IndexError)."""
 
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """How a model takes images, and the ids that SGLang does not read as text beside images."""
+    """A model's placeholders of images, and the token ids that SGLang does not read as text beside images."""
 
     rule: ImageRule
     video: int | None = None
-    """Id of the placeholder of a video; SGLang refuses a request that has one and no video."""
+    """Id of the placeholder of a video. SGLang refuses a request that has this id and no video."""
     start: int | None = None
-    """Id that cannot be the last one of a request; None if any can."""
+    """Id that must not be the last one of a request; None if every id may be."""
 
     @classmethod
     def of(cls, folder: Path) -> "ImageTokens | None":
@@ -44,8 +45,8 @@ class ImageTokens:
         return cls(rule, config.get("video_token_id"), start)
 
     def check_text(self, tokens: np.ndarray, is_text: np.ndarray) -> None:
-        """Raise ValueError for tokens, int32 [T], that SGLang would not read as meant beside images. `is_text`, bool
-        [T]: whether a token stands for no image."""
+        """Raise ValueError for tokens, int32 [T], that SGLang would misread beside images, such as sampled
+        placeholders. `is_text`, bool [T]: False at the placeholders of the request's images."""
         if sampled := np.count_nonzero((tokens == self.rule.token_id) & is_text):
             raise ValueError(f"{sampled} placeholders were sampled, and SGLang takes each for an image")
         if self.video in tokens:

@@ -254,7 +254,7 @@ def score_body(tokens: np.ndarray) -> dict[str, Any]:
 def read_scores(answer: Any, tokens: np.ndarray, vocabulary: int) -> np.ndarray:
     """Log-probabilities, float32 [T - 1], of all tokens but the first. Raises ServerRefuses.
 
-    SGLang scores the largest token id, `vocabulary` - 1, as such, and calls it 0.
+    SGLang scores the largest token id, `vocabulary` - 1, correctly, but reports it as id 0.
     """
     entries = answer["meta_info"].get("input_token_logprobs") or []
     asked = np.where(tokens == vocabulary - 1, 0, tokens)[1:].tolist()

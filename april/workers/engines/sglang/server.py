@@ -46,8 +46,8 @@ PORTS = range(20_000, 30_000)
 PORTS_TRIED = 3
 """Ports tried in turn, if another process binds the chosen one first."""
 IMAGES_AS_SENT = {"SGLANG_MM_AVOID_RETOKENIZE": "1", "SGLANG_VLM_CACHE_SIZE_MB": "0"}
-"""Environment in which SGLang keeps the tokens around images, and no embedding of an image: it would keep that of
-earlier weights."""
+"""Environment variables by which SGLang keeps the tokens around images as they are sent, and caches no embeddings of
+images, which would outlive a weight update."""
 
 
 class ServerFailed(EngineError):
@@ -391,8 +391,8 @@ def unknown_architectures(config: Config, name: str, module: str, models: str) -
 
 
 def ask_interpreter(config: Config, name: str, program: str, *arguments: str) -> str:
-    """The last line that a program prints, run by the interpreter of the server's environment in its folder, where no
-    module of the user's is. Raises ConfigError."""
+    """Run Python source, `program`, with the interpreter of the server's environment; returns the last line it prints.
+    It runs in the interpreter's folder, so that no module of the user's is imported. Raises ConfigError."""
     python = server_python(config, name).absolute()
     fix = f"make it with launch/install-{name.lower()}.sh, or give the interpreter that has {name}"
     if not python.exists():

@@ -17,10 +17,10 @@ from april.workers.engines.base import EngineError
 
 
 class SharedWeights:
-    """Passes the versions of one source to several servers. All methods are the main loop's.
+    """Passes the versions of one source to several servers. All methods are called by the worker's main loop.
 
-    The source learns that a version is loaded once all servers that are up hold it. A server that needs it again has it
-    fetched again, and the others go on with what they hold.
+    The source learns that a version is loaded once all servers that are up hold it. If a server needs a version again,
+    the source fetches it again, and the other servers keep what they hold.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class SharedWeights:
         self.source, self.patience_s, self._members = source, patience_s, members
         self.shares = [ServerShare(self, up) for up in ups]
         self._is_asked = True
-        """Whether what a server lacks is on its way, or nothing was published yet."""
+        """Whether weights for servers without any have been requested, or nothing has been published yet."""
 
     def takers(self, version: Version) -> "list[ServerShare]":
         """Shares of the servers that are to take `version`, which the source has staged. Servers that receive as one
@@ -47,7 +47,7 @@ class SharedWeights:
         return members if all(share.up() and share.loading is None for share in members) else []
 
     def hand_out(self) -> None:
-        """Pass on the version that the source has staged, and fetch what a server lacks."""
+        """Give the version that the source has staged to the shares, and have the source fetch what a server lacks."""
         version = self.source.staged_version
         if version and (takers := self.takers(version)) and (staged := self.source.take()):
             barrier = ServerBarrier(len(takers), self.patience_s, staged.post) if staged.post else None
@@ -70,7 +70,8 @@ class SharedWeights:
             self._is_asked = False
 
     def refuse(self, share: "ServerShare", why: str, wrong: bool) -> None:
-        """Have the source fetch a version again that a server has not loaded; one that is down asks once it is back."""
+        """Have the source fetch a version again that a server failed to load; a server that is down asks once it is
+        back. `wrong`: the server holds other weights than it was sent."""
         refused, share.loading = share.loading, None
         if not share.up():
             return self.settle(refused) if refused else None

@@ -50,7 +50,7 @@ ABORT_AGAIN_S = 0.2
 DEFAULT_OPTIONS = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 """Options set by April: log-probabilities after the temperature, and no sampling defaults from the model's folder."""
 HAS_STREAM_INTERVAL = hasattr(SamplingParams, "stream_interval")
-"""Whether a request has an interval of its own; older versions have one for all, `--stream-interval`."""
+"""Whether vLLM takes a stream interval per request; older versions have one for all requests, `--stream-interval`."""
 EXTENSION = "__mp_main__.WeightsInPlace"
 """Import path of `WeightsInPlace`, under the module name that this program has in the processes it spawns."""
 
@@ -106,8 +106,8 @@ def read(file: Path, name: str) -> torch.Tensor:
 
 
 def differs(held: torch.Tensor, sent: list[torch.Tensor]) -> bool:
-    """Whether a parameter has other values than the concatenation of these tensors, which it may exceed by rows of
-    padding; False where it has another shape, or the same values in another order."""
+    """Whether a parameter's values differ from the tensors `sent`, concatenated; further rows of the parameter are
+    padding. False if it has another shape, or the same values in another order."""
     if not held.dim() or any(not tensor.dim() for tensor in sent):
         return False
     rows = sum(len(tensor) for tensor in sent)
@@ -361,7 +361,7 @@ def sampling_params(body: dict) -> SamplingParams:
 
 
 def logprobs(answer: CompletionOutput) -> list[list]:
-    """The pair [log-probability, token id] of each new token. Where there is none, older versions give all old ones."""
+    """The pair [log-probability, token id] of each new token; older versions repeat old pairs if there is none."""
     entries = (answer.logprobs or [])[: len(answer.token_ids)]
     return [[entry[token].logprob, token] for token, entry in zip(answer.token_ids, entries, strict=True)]
 
