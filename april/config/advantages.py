@@ -23,8 +23,8 @@ def needs_norms(algorithm: AlgorithmSection, imported: bool) -> bool | None:
 
 
 def needs_parts(algorithm: AlgorithmSection, imported: bool) -> bool | None:
-    """Whether the advantage estimator takes the parts of the reward apart; None (unknown) for a user-defined one unless
-    `imported`."""
+    """Whether the advantage estimator takes the parts of the reward separately, instead of their sum; None (unknown)
+    for a user-defined one unless `imported`."""
     return advantage_flag("needs_parts", algorithm, imported)
 
 
@@ -95,8 +95,8 @@ def check_compared(config: Config, imported: bool = False) -> None:
 
 
 def check_advantage(config: Config, imported: bool = False) -> None:
-    """Refuse an advantage of the parts of the reward where they are missing, a length penalty where no rewards are
-    compared, and sets of responses that no group has."""
+    """Refuse an advantage of the parts of the reward if there are none, a length penalty if the advantage does not
+    compare rewards within groups, and an `algorithm.pass_k` above the group size."""
     algorithm, n = config.algorithm, config.schedule.n_samples_per_prompt
     if needs_parts(algorithm, imported):
         check_apart(config.reward, algorithm.advantage)

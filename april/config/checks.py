@@ -26,8 +26,9 @@ BANDS = [
 """Stems NAME of the pairs of `[algorithm]` keys (NAME_low, NAME_high) that bound a range; the clip range is checked
 apart."""
 INPUTS = ("model", "data")
-"""Inputs of a run whose existence `check` can check: the model folder and the data files. Only the broker reads
-prompts, and rank 0 of the learner "conversations", the files of sources of kind sft; other machines may lack them."""
+"""Inputs of a run whose existence `check` checks by default: the model's folder, and the data files. A machine may lack
+inputs that its processes do not read: only the broker reads prompts, and only rank 0 of the learner "conversations",
+the files of sources of kind sft."""
 
 PROMPTS_ALONE = ("reward", "teacher", "hint_key", "algorithm", "max_response_tokens")
 """Keys of `[[data.sources]]` that mean nothing for a source of kind sft."""

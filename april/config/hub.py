@@ -61,7 +61,7 @@ class HubInput:
 
     @property
     def revision(self) -> str:
-        """The revision that was asked for."""
+        """Branch, tag or commit that the configuration asks for."""
         return str(self.get("revision") or "main")
 
     @property

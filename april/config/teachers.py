@@ -15,7 +15,7 @@ HINT_FIELDS = ("prompt", "label", "hint", "feedback")
 
 
 def check_teachers(config: Config) -> None:
-    """Refuse teachers that cannot be asked, sources that name none of them, and distillation without any."""
+    """Refuse teachers that cannot be asked, sources that name none of them, and distillation without a teacher."""
     for name, teacher in config.teacher.items():
         if not TEACHER_NAME.fullmatch(name):
             refuse("teacher", name, "is no name", "use up to 64 letters, digits, full stops, - and _")
@@ -53,8 +53,8 @@ def check_teachers(config: Config) -> None:
 
 
 def check_held_teacher(config: Config) -> None:
-    """Refuse a teacher held by the learner that is no model folder, that does nothing or is one of several, and a
-    divergence without one."""
+    """Refuse a teacher held by the learner if it is a server, if no divergence uses it, or if there are others; a
+    divergence without a teacher; and a `top_k` that no divergence uses."""
     divergence_key, divergence = naming(config, "divergence")
     for name, teacher in config.teacher.items():
         key = f"teacher.{name}"
@@ -146,8 +146,8 @@ def held_teacher(config: Config) -> TeacherSection | None:
 
 
 def asks_teacher(config: Config, source: int) -> bool:
-    """Whether scorers ask a teacher for the samples of a training source, given by its number. If sources have
-    algorithms of their own, they do only where that of the source distils."""
+    """Whether scorers ask a teacher for the samples of a training source, given by its number. If any source has an
+    algorithm of its own, scorers ask only for sources whose algorithm distils from a teacher."""
     has_own, algorithm = any(each.algorithm for each in config.data.sources), algorithm_of(config, source)
     return not has_own or bool(algorithm.distillation) or compares_top_k(config, algorithm)
 

@@ -66,7 +66,9 @@ class WorkerSection(Section):
         "the CPU.",
     )
     one_numa_node: bool = Field(
-        False, description="Refuse a placement in which a worker's accelerators are on several NUMA nodes."
+        False,
+        description="Refuse a placement in which a worker's accelerators are on several NUMA nodes, between "
+        "which transfers are slower; false: allow it.",
     )
     hung_s: float = Field(
         600.0,

@@ -221,9 +221,9 @@ def reach_of_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **unused,
 ) -> Reach | None:
-    """Mask builder that transformers calls for `packed`: what the layers with this mask are passed, None where a token
-    sees all earlier ones. `local_size`: size of windows or of chunks. Raises PackedAttentionError for padding, a cache,
-    or a mask that looks ahead or is a model's own."""
+    """Mask builder that transformers calls for `packed`: returns the `Reach` that the layers with this mask get as
+    `attention_mask`, None if each token sees all earlier ones. `local_size`: size of windows or of chunks. Raises
+    PackedAttentionError for padding, a cache, or a mask that looks ahead or is a model's own."""
     if attention_mask is not None:
         raise PackedAttentionError("an attention mask was passed; packed input has no padding, pass None")
     if q_length != kv_length:

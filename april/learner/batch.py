@@ -194,8 +194,8 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     image_starts: list[tuple[int, ...]] = []
     """Values of `image_starts` of each row's sample; empty if no row has any."""
     token_scores: dict[str, bytes] = {}
-    """Token scores of all response tokens by name, float32, as many for each as the row with most has; NaN for those
-    that a row lacks."""
+    """Token scores of all response tokens, by name: float32 [tokens, W], W the most numbers per token of any row; NaN
+    where a row has fewer or none."""
     hinted: list[bytes] = []
     """Token ids of each row's prompt with its hint, int32; empty if no row has any."""
     sources: list[int] = []

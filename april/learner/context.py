@@ -6,7 +6,7 @@ them back (DeepSpeed Ulysses, arXiv 2309.14509). What a model returns for its ta
 that losses, corrections and metrics are computed on whole sequences.
 
 ranks, context = context_groups(section)
-context.divide(model)       # once it is sharded; its forward pass takes and returns what it does alone
+context.divide(model)       # after sharding; its inputs and outputs stay those of the undivided model
 """
 
 from dataclasses import dataclass, replace

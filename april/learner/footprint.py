@@ -27,24 +27,24 @@ SEQUENCES = 4
 
 @dataclass(frozen=True)
 class Footprint:
-    """Sizes of a model as it is trained."""
+    """Sizes of a whole model, not sharded, as it is trained."""
 
     model: int
-    """Parameters of the model."""
+    """Number of the model's parameters."""
     held_bytes: int
-    """Bytes of the weights as they are held, those of the adapter among them."""
+    """Bytes of the weights in the dtypes in which they are held, those of the adapter among them."""
     trained: int
-    """Parameters that are trained."""
+    """Number of trained parameters."""
     matrices: int
-    """Trained parameters in matrices of the layers, which Muon steps."""
+    """Number of trained parameters in matrices of the layers, which Muon steps."""
     hidden: int
-    """Size of the hidden states."""
+    """Hidden size of the model."""
     vocabulary: int
     layers: int
     layer: int
-    """Parameters of the largest layer."""
+    """Number of parameters of the largest layer."""
     outside: int
-    """Parameters outside the layers, such as the embedding's; those of a tied head are counted once."""
+    """Number of parameters outside the layers, such as the embedding's; those of a tied head are counted once."""
     kept_bytes: float
     """Bytes per token that all layers together keep for the backward pass."""
     largest_bytes: float

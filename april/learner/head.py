@@ -18,7 +18,8 @@ counted in `april/launch/memory.py`."""
 ROWS_OF_CHUNK = 128
 """The tokens of an accelerator's chunk are a multiple of this: whole tiles of its matrix products."""
 GROUPED_BYTES = 16
-"""Alignment that matrix products on accelerators want of the rows of each factor, and grouped ones require, bytes."""
+"""Alignment of the rows of a matrix product's factors, bytes: products on accelerators are faster with it, and grouped
+products require it."""
 
 
 class ScoreTokens(torch.autograd.Function):

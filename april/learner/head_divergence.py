@@ -48,7 +48,8 @@ class TopKDivergence:
 
     @classmethod
     def added(cls, micro: MicroBatch, pairs: Tensor | None, divergence: Divergence | None) -> MicroBatch:
-        """A micro-batch with its divergence from the pairs, or as it is without any."""
+        """The micro-batch with a `TopKDivergence` from `pairs` as its divergence; unchanged if there are no pairs or no
+        divergence."""
         return micro if pairs is None or divergence is None else replace(micro, divergence=cls(pairs, divergence))
 
     def part(self, targets: slice) -> "TopKDivergence":

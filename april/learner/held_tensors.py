@@ -80,8 +80,9 @@ class HeldTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self | None:
-        """A parameter or buffer; one that is not sharded is sent in its own dtype. None if the tensor is of a dtype
-        that no part has, or sharded over anything but the last dimension of its mesh."""
+        """The `HeldTensor` of a parameter or buffer; one that is not sharded is sent in its own dtype. None if that
+        dtype is none of the published ones, or if the tensor is sharded over another dimension of its mesh than the
+        last."""
         if not isinstance(tensor, DTensor):
             copies, is_known = whole_on_each(dist.get_world_size()), tensor.dtype in DTYPES.values()
             return cls(tensor.shape, copies, of_local(tensor), tensor.device, 0, tensor.dtype) if is_known else None
@@ -104,7 +105,7 @@ class HeldTensor:
         return math.prod(self.shape[self.dim :])
 
     def part(self, parts: int) -> tuple[int, int]:
-        """Most values of each row that one of so many ranks holds, and the number of values of a row."""
+        """(most values of a row that one rank holds if `parts` ranks divide the tensor, number of values of a row)."""
         return -(-self.shape[self.dim] // parts) * math.prod(self.shape[self.dim + 1 :]) if self.shape else 1, self.row
 
     def span(self, first: int, end: int, rank: int, owner: int) -> Span | None:
@@ -134,15 +135,15 @@ class HeldTensor:
 
 
 def of_local(local: Tensor) -> Callable[[int, int], Tensor]:
-    """The values of a tensor on this rank as `HeldTensor` has them, without its graph. Of a view at most the rows are
-    copied that are asked for."""
+    """The values of a tensor on this rank as `HeldTensor` has them, without its graph. If the tensor is a view, at most
+    the requested rows are copied."""
     held = local.detach() if local.ndim else local.detach().reshape(1)
     return partial(values_of_rows, held.__getitem__, math.prod(held.shape[1:]))
 
 
 def values_of_rows(rows: Callable[[slice], Tensor], columns: int, first: int, end: int) -> Tensor:
-    """The values from `first` to `end` (exclusive) of a tensor with so many values in each row, of which `rows` gives
-    some rows."""
+    """The values from `first` to `end` (exclusive) of a flattened tensor with `columns` values in each row; `rows`
+    returns a slice of its rows."""
     start = first // columns
     found = rows(slice(start, -(-end // columns)))
     return found.reshape(-1)[first - start * columns : end - start * columns]

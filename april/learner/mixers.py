@@ -19,7 +19,7 @@ from april.learner.attention import PackedAttentionError
 from april.learner.attention_kernels import Packing
 
 CACHES = frozenset(("cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "state"))
-"""Parameters through which transformers' modules take a cache or state."""
+"""Names of the arguments through which transformers' modules take a cache or state."""
 ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 """Name of transformers' interface of attention functions in the code of a module that uses it."""
 
@@ -29,7 +29,7 @@ class Row:
 
     def __init__(self) -> None:
         self.parts: list[Packing] = []
-        """Each sequence as a row of its own."""
+        """For each sequence of the row, the packing of that sequence alone."""
 
     def take(self, body: nn.Module, arguments: tuple, options: Mapping[str, Any]) -> None:
         """Hook before the forward pass of a model's body, which is passed the `packing` of its row."""
@@ -38,7 +38,8 @@ class Row:
             self.parts = [Packing([n], starts[i : i + 2] - starts[i]) for i, n in enumerate(packing.seq_lens)]
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Contexts of a checkpoint's forward pass and of its recomputation, which sees the row of its forward pass."""
+        """Contexts for activation checkpointing: of the forward pass, and of its recomputation, which must see the row
+        of that forward pass instead of the latest."""
         return nullcontext(), self.again(self.parts)
 
     @contextmanager
@@ -101,7 +102,8 @@ def with_buffers_alike(mixer: nn.Module) -> Callable:
 
 
 def row_dimension(value: Any, length: int) -> int | None:
-    """Dimension of a tensor that has the row's length, [1, T, ...] before others; None if there is none."""
+    """The dimension of a tensor whose size is the row's `length`, dimension 1 (as in [1, T, ...]) before others; None
+    if there is none."""
     if not isinstance(value, Tensor):
         return None
     return next(

@@ -193,7 +193,7 @@ class Objective:
         """Whether advantages depend on the gradient norm of each response, and are thus known only once the training
         step has begun."""
         self.needs_parts: bool = getattr(self.estimator, "needs_parts", False)
-        """Whether advantages are made of the parts of the reward, each apart."""
+        """Whether advantages come from the parts of the reward, each normalised separately."""
         self.parts = {name: part.weight for name, part in config.reward.part.items()}
         """The parts of the reward, with their weights."""
         self.penalises_rewards = self.needs_values and config.critic.kl_coef > 0

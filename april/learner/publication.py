@@ -163,7 +163,8 @@ class DividedSending:
 
 
 def divided_names(base: BaseWeights) -> list[list[str]]:
-    """Names of the tensors of a model of which each rank merges an adapter into its part."""
+    """By rank, the names of the base model's tensors that the rank merges with the adapter for its part of the
+    weights."""
     heads = [TensorHead(name, "float32", list(tensor.shape)) for name, tensor in base.tensors.items()]
     names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     for head, owner in zip(heads, divide(heads, len(names)), strict=True):

@@ -96,12 +96,13 @@ def turns_in_range(discount: float) -> int:
 
 
 def mean_advantages(by_token: Sequence[np.ndarray]) -> np.ndarray:
-    """Mean advantage of each row's tokens, float64; 0 for a row without."""
+    """Mean advantage of each row's tokens, float64; 0 for a row without tokens."""
     return np.array([each.mean() if len(each) else 0.0 for each in by_token])
 
 
 def turn_metrics(samples: Sequence[TrainSample], name: str) -> dict[str, float]:
-    """Mean reward of a turn, and share of the samples that have rewards of turns; empty without such."""
+    """Metrics: mean reward of a turn, and share of the samples that have rewards of turns; empty without `name` or
+    samples."""
     if not name or not samples:
         return {}
     rewards = np.concatenate([turn_rewards(sample, name) for sample in samples])

@@ -65,7 +65,7 @@ class PackedImages:
     """Whether each token is a placeholder of an image, bool [1, T]."""
 
     def inputs(self) -> dict[str, Tensor]:
-        """Arguments of a model's body."""
+        """Keyword arguments with which a model's body is passed these images."""
         return {
             "pixel_values": self.pixels,
             "image_grid_thw": self.grids,

@@ -47,7 +47,7 @@ class WeightTensor:
     name: str
     """Name in Hugging Face files."""
     held: HeldTensor
-    """The model's tensor: all experts of a layer, of which this one may be a part."""
+    """The model's tensor that contains this one: the same, or one that stacks all experts of a layer."""
     first: int
     """Index of the first value in the flattened tensor."""
     shape: torch.Size
@@ -159,7 +159,8 @@ def gather_part(
     """This rank's part of the weights, on the CPU, in `dtype` (None: float32) but for tensors that have their own.
     Collective.
 
-    `tensors`: from `DivisibleWeights`, in the same order on all ranks. `take`: a buffer of a size.
+    `tensors`: from `DivisibleWeights`, in the same order on all ranks. `take`: function that returns a buffer of a
+    size, uint8 [bytes].
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dtypes = [each.held.dtype or dtype or torch.float32 for each in tensors]

@@ -56,8 +56,8 @@ class Canary(msgspec.Struct, array_like=True, frozen=True):
 
 
 def longest_canary(config: "Config") -> int:
-    """Most tokens of the canary that every engine takes: less than the longest sequence of the run, and than the
-    model's context without what servers keep of it."""
+    """Most tokens of a canary that every engine takes: less than the longest sequence of the run, and at most the
+    model's context less `RESERVED_TOKENS`."""
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens - 1
     return min(longest, config.context_tokens - RESERVED_TOKENS) if config.context_tokens else longest
 

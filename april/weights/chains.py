@@ -150,7 +150,8 @@ class Chains:
 
 
 def forwarded_bytes(parts: Iterable[WeightPart], bucket_bytes: int, workers: int) -> int:
-    """Size of the buckets in which a version goes along a chain of so many workers; `bucket_bytes` for one worker.
+    """Bytes of the buckets in which a version is forwarded along a chain of `workers` workers; `bucket_bytes` if there
+    is only one.
 
     A worker forwards whole buckets, so the last worker is as many buckets behind as there are workers before it. The
     buckets are so small that this is a small share of the largest part."""

@@ -403,7 +403,7 @@ def broadcast(
     deadline: float,
     received: "Callable[[Tensor], object] | None" = None,
 ) -> None:
-    """As `transfer`, where `stream` is the current one."""
+    """`transfer`, called where `stream` is the thread's current CUDA stream."""
     import torch.distributed as dist
 
     options = dist.BroadcastOptions()

@@ -36,8 +36,8 @@ class CudaIpcTransport(SharedMemoryTransport):
         """Raises ConfigError without an accelerator."""
         super().__init__(config)
         self._rings: list[Tensor] = []
-        """Rings that no link uses. They are kept for the next: torch never frees memory of which a process was killed
-        that had opened it."""
+        """Rings that no link uses now, kept for the next link: torch never frees memory that a killed process had
+        opened."""
         self.check()
 
     def check(self) -> None:

@@ -269,14 +269,14 @@ def name_of(version: Version) -> str:
 
 
 Pieces = Callable[[], Iterator[bytes | memoryview]]
-"""Function that returns the content of a file, anew for each try to write it."""
+"""Function that iterates over the content of a file, from its start for each attempt to write it."""
 
 
 def write_tensors(
     part: Snapshot, rank: int, write: Callable[[str, Pieces], None], base: Snapshot | None = None
 ) -> list[WrittenFile]:
-    """Write the files of the tensors that one rank holds, or of what has changed in them since `base`. `write` writes
-    the file of a name."""
+    """Write the files of the tensors that one rank holds, or of what has changed in them since `base`. `write(name,
+    pieces)` writes one file."""
     offsets = dict(zip((head.name for head in part.heads), layout(part.heads)[0], strict=True))
     new, old = (unpack(each.heads, each.data) if base and each else {} for each in (part, base))
     written = []
@@ -308,8 +308,8 @@ def index_of(files: Sequence[WrittenFile]) -> bytes:
 
 
 def divided(heads: Sequence[TensorHead]) -> list[list[TensorHead]]:
-    """Tensors in files of at most `FILE_BYTES`. In a file those of the widest dtype come first, so that each is
-    aligned."""
+    """Divide tensors among files of at most `FILE_BYTES`. In a file the tensors of the widest dtype come first, so that
+    each is aligned."""
     files: list[list[TensorHead]] = []
     size = 0
     for head in heads:

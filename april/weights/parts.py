@@ -110,7 +110,7 @@ class MergePart(SendingCommand, frozen=True):
     version: Version
     adapter: Adapter
     trained: list[list[TensorHead]]
-    """Heads of the trained tensors that each rank receives, beginning with rank 1."""
+    """Names, dtypes and shapes of the trained tensors that each rank receives, beginning with rank 1."""
 
 
 AnyCommand = OpenLink | HoldPart | SendPart | CloseLink | WithdrawPart | GivePart | MergePart | EndSending
@@ -284,7 +284,7 @@ class SendingLink:
 
 
 class PartSender:
-    """Sends this rank's parts to the workers, in a thread for each, as rank 0 says."""
+    """Sends this rank's parts to the workers, with a thread for each worker, on rank 0's commands."""
 
     def __init__(
         self,

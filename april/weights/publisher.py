@@ -68,7 +68,8 @@ class WeightPublisher:
 
     def __init__(self, config: WeightsSection, run: str, device: str, keys: Path | None = None, broker: str = ""):
         """`device`: cpu | cuda. `keys`: folder with the learner's key and the allow-list. `broker`: address of the
-        broker; where that is a Unix socket, this one is beside it. Raises ConfigError."""
+        broker; if it is a Unix socket, the publisher listens at one in the same folder, otherwise on TCP. Raises
+        ConfigError."""
         self.config = config if config.host != AUTO else config.model_copy(update={"host": LOOPBACK})
         self.bucket_bytes = config.bucket_mb << 20
         self._transport: Transport = TRANSPORTS.find(config.transport)(config)

@@ -103,7 +103,7 @@ def snapshot_of(version: Version, heads: list[TensorHead], data: Tensor, *more: 
 
 
 def joint_checksum(parts: Iterable[WeightPart]) -> str:
-    """Checksum of a whole version: that of its parts' checksums; of a single part its own."""
+    """Checksum of a whole version: of its parts' concatenated checksums, or that of its only part."""
     first, *others = checksums = [part.checksum for part in parts]
     return xxhash.xxh3_128_hexdigest("".join(checksums).encode()) if others else first
 
@@ -115,8 +115,8 @@ def pack(
     adapter: Adapter | None = None,
     take: Callable[[int], Tensor] | None = None,
 ) -> Snapshot:
-    """Copy tensors into one buffer, in the order of the mapping, and describe them in a snapshot. `take`: a buffer of a
-    size; None: a new one."""
+    """Copy tensors into one buffer, in the order of the mapping, and describe them in a snapshot. `take`: function that
+    returns a buffer of a size, uint8 [bytes]; None: allocate one."""
     heads = [TensorHead(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
     return pack_each(version, heads, tensors.values(), canary, adapter, take)
 
@@ -129,7 +129,7 @@ def pack_each(
     adapter: Adapter | None = None,
     take: Callable[[int], Tensor] | None = None,
 ) -> Snapshot:
-    """As `pack`, of tensors that are made one after the other and have these heads."""
+    """As `pack`, for tensors that are computed one after the other; `heads`: their names, dtypes and shapes."""
     offsets, total = layout(heads)
     data = (take or empty_buffer)(total)
     for offset, tensor in zip(offsets, tensors, strict=True):

@@ -56,8 +56,8 @@ class Backend(ABC):
     """Packs the images of samples; None if the policy takes none."""
 
     def divide(self, model: nn.Module) -> nn.Module:
-        """A model that is sharded over the ranks, in place, where ranks with the same index in `ranks` share the tokens
-        of its micro-batches."""
+        """Have a sharded `model` divide the tokens of its micro-batches among the ranks with the same index in `ranks`,
+        if a back end has such ranks (context parallelism). Changes the model in place, and returns it."""
         return model
 
     @abstractmethod

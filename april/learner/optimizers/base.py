@@ -162,7 +162,7 @@ def rounded_at_random(values: Tensor, seed: tuple[int, ...]) -> Tensor:
 
 
 def sharded_like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
-    """A tensor that is sharded as a parameter is, on the device of `shard`, which this rank holds of it."""
+    """A tensor with the sharding of `parameter`, on the device of `shard`, which is this rank's shard of it."""
     if not isinstance(parameter, DTensor):
         return shard
     mesh = parameter.device_mesh

@@ -291,7 +291,8 @@ def packed_sequences(lm: nn.Module, sequences: list[Tensor]) -> MicroBatch:
 # --- small models -----------------------------------------------------------------------------------------------------
 
 LAYERS, VOCABULARY, INNER, EXPERTS, CHOSEN, WINDOW = 2, 256, 64, 8, 2, 8
-"""Sizes of a reduced model; LAYERS is the least number of layers of a narrow one."""
+"""Sizes of a reduced model: least number of layers of a narrow one, vocabulary, inner size of its MLPs, experts of a
+layer, experts that compute a token, sliding window (tokens)."""
 NARROWER = (2, 4, 8, 16, 32, 64)
 """Divisors of widths that are tried in turn."""
 WINDOWS = re.compile(r"window(?!.*layers)|chunk_size|block_size|local_attention|index_topk|floor_scale|^original_max_")
@@ -306,11 +307,11 @@ ROUTED = re.compile(r"experts_per_tok|top_?k(_experts)?$|moe_topk|num_selected_e
 def small_model(
     config: Callable[[], PreTrainedConfig], whole: nn.Module, most: int = TRIED_PARAMETERS
 ) -> PreTrainedModel:
-    """A model like `whole`, of the configuration that `config` makes, with random weights that make its layers matter:
-    with its first layers up to one of each kind, short windows, few tokens and experts, and as wide as `most`
-    parameters allow: of its true width, or with fewer heads of their true size, on which alone the choice of a kernel
-    depends. One of its true width has LAYERS layers at least if these have few parameters. Raises ModelError if none
-    can be built."""
+    """A reduced model with the architecture of `whole` and random weights. It has the first layers, up to one of each
+    kind, short windows, a small vocabulary and few experts. It has the true width if that takes at most `most`
+    parameters, otherwise fewer heads of their true size, since kernels are chosen by that size alone. It has at least
+    LAYERS layers, unless at its true width these exceed DEEP_PARAMETERS. `config` makes a new configuration of `whole`.
+    Raises ModelError if none can be built."""
     kinds, said = depth_of(whole), f"all have more than {most:,} parameters"
     depth = max(kinds, LAYERS)
     forms = [(1, depth, min(most, DEEP_PARAMETERS)), (1, kinds, most), *((n, depth, most) for n in NARROWER)]

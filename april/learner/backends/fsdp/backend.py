@@ -59,7 +59,7 @@ class FSDPBackend(Backend):
             log.warning("%s: its files have weights of adapted layers in another form; workers get all weights", path)
         self.part = CheckpointPart.of("", self.policy, section.lr, section)
         self.is_new = True
-        """Whether no gradient has been clipped yet."""
+        """Whether the first step is still to come, in which `clip` warns of adapters that get no gradient."""
 
     def reference(self) -> nn.Module:
         """The policy with its adapter disabled if only the adapter is trained, otherwise a second copy of the model."""

@@ -25,8 +25,8 @@ STACKED = {
     "mlp.experts.gate_up_proj": ("linear_fc1", ("gate_proj", "up_proj")),
     "mlp.experts.down_proj": ("linear_fc2", ("down_proj",)),
 }
-"""Stacked expert tensors by the suffix of their name in the Hugging Face model: name of the linear layer in Megatron's
-experts, and the projections stacked in the tensor."""
+"""By suffix of the name of a tensor that stacks experts in the Hugging Face model: (name of the linear layer in
+Megatron's experts, projections that the tensor stacks)."""
 
 
 def mapped_tensors(model: nn.Module, lm: nn.Module, layout: ParallelLayout) -> Iterator[MappedTensor]:
