@@ -84,7 +84,8 @@ class SessionForwarder:
             future.set_result(holder)
 
     async def forward(self, request: web.Request, key: str) -> web.StreamResponse:
-        """The response of the holder of the key's session. Raises Refusal."""
+        """Forward a request to the process that holds the key's session, and stream its response back. Raises
+        Refusal."""
         match = SESSION_KEY.fullmatch(key)
         if not match:
             raise unknown_key()
@@ -251,4 +252,4 @@ def holder_unreachable() -> Refusal:
 
 
 KEY_REFUSALS = {401: unknown_key, MOVED_STATUS: session_moved, OVER_STATUS: session_over}
-"""The refusal of a key by the HTTP status with which its holder answers."""
+"""HTTP status with which a holder answers for a bad key -> function that makes the Refusal for the client."""

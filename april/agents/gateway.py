@@ -96,7 +96,8 @@ class Gateway:
         self.app.router.add_get("/v1/session", self._session)
 
     def admit(self, session: ConversationTree) -> str:
-        """The key of a new execution of the session's agent. Earlier keys get MOVED_STATUS from now on."""
+        """Begin a new execution of the session's agent; returns its API key. Requests with earlier keys get
+        MOVED_STATUS."""
         self.dismiss(session, MOVED_STATUS)
         session.rewind()
         lease = session.lease

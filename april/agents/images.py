@@ -92,7 +92,8 @@ class RequestImages:
             session.images[image.source] = image
 
     async def _kept(self, source: str, data: bytes) -> SessionImage:
-        """The image, once the broker has kept it; concurrent requests with the same image share the work."""
+        """Prepare an image and wait until the broker has stored it; concurrent requests with the same image share the
+        work."""
         now = asyncio.get_running_loop().time()
         for old in [old for old, image in self._known.items() if image.kept_until <= now]:
             del self._known[old]

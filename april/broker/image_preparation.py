@@ -65,8 +65,8 @@ class ImagePreparation:
 
     def wait_for(self, rows: Dataset, image: RowImage) -> KnownImage:
         """The image, once it is prepared and its file is on disk; later calls prepare it again if the file has gone.
-        Raises BadRow for what cannot be shown to the model, and OSError if the file cannot be written; the next call
-        tries again, as the source may be mended, and a full disk have room."""
+        Raises BadRow for an image that the model cannot take, and OSError if the file cannot be written; the next call
+        tries again, as the cause may be gone by then."""
         return self._result(image, self._begin(rows, image))
 
     def tokens_of(self, rows: Dataset, image: RowImage) -> int:

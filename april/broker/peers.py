@@ -118,9 +118,9 @@ class Peer:
     address: str = ""
     """Base URL of an agents process's API."""
     image: tuple[str, bytearray] = field(default_factory=lambda: ("", bytearray()))
-    """The image of which the peer has sent the first parts: its name, and the bytes so far."""
+    """(name, bytes so far) of the image that the peer is uploading in parts."""
     token_scores: tuple[int, bytes] = 0, b""
-    """The lease of a score whose token scores have come in part, and the values so far."""
+    """(lease id, values so far) of a score whose token scores are split over several reports."""
     started: bool = False
     """Whether a learner has said which checkpoint it holds."""
     sent_bytes: int = 0

@@ -61,11 +61,11 @@ def section_of(kind: str) -> type[ScheduleSection]:
 
 SAMPLE_METHODS = ("urgent_sample", "next_sample", "next_for_agent")
 SCHEDULE_METHODS = ("advance", "finished", "wants_prompts", "has_no_work", "floor", "hands_out", *SAMPLE_METHODS)
-"""Methods that broker and simulator call."""
+"""Names of the schedule methods that broker and simulator call."""
 
 
 class LedgerOfSchedule:
-    """A ledger, of which only `LEDGER_ATTRIBUTES` can be used."""
+    """View of a ledger for a user's schedule: only `LEDGER_ATTRIBUTES` can be read; others raise AttributeError."""
 
     def __init__(self, ledger: Ledger):
         self._ledger = ledger
@@ -77,7 +77,8 @@ class LedgerOfSchedule:
 
 
 def guarded(kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the schedule `kind` whose exceptions become ScheduleFailed, except for those of the journal."""
+    """Wrap a method of the schedule `kind`, so that its exceptions become ScheduleFailed, except for errors of the
+    journal."""
 
     @functools.wraps(method)
     def call(*arguments: Any) -> Any:

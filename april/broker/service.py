@@ -222,7 +222,7 @@ class Service:
     def enter_read_only(self, reason: str) -> None:
         """Stop changing the ledger, as the journal cannot be written: drop the messages queued for peers.
 
-        Monitors still get answers to their questions; those of their commands that are not on disk are refused.
+        Requests for the status are still answered; operators' commands that are not on disk are refused.
         """
         log.critical("READ ONLY: %s", reason)
         monitors = {peer.id for peer in self.peers.by_id.values() if peer.role == "monitor"}

@@ -88,8 +88,8 @@ def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]
 
 
 def main(folder: str, position: str, rules: str) -> int:
-    """Entry point of the snapshot process: between the two phases, say the files to delete over the channel that is its
-    stdin, and wait for a line from it."""
+    """Entry point of the snapshot process. Between the two phases of `make_snapshot` it sends the files to delete over
+    the channel that is its stdin, and waits there for the broker's line in answer."""
     gc.disable()
     try:
         for dead in make_snapshot(Path(folder), int(position), msgspec.json.decode(rules, type=Rules)):

@@ -62,8 +62,8 @@ class Noise:
 
 CLEAN = Noise()
 HABITS = Noise(p_short=0.32, p_err=0.015, p_stop=0.012, p_skip=0.009)
-"""Error probabilities of the noisy demonstrations, which make the reward from which RL starts: about 0.5 at temperature
-1."""
+"""Error probabilities of the noisy demonstrations. They set the mean reward at which RL starts: about 0.5 at
+temperature 1."""
 EASY_TIMES = (2, 3, 4)
 """Multipliers K of the easy demonstrations."""
 
@@ -116,8 +116,8 @@ def demonstration(task: ArithmeticTask, noise: Noise = CLEAN, random: Random | N
 
 
 def demonstrations(easy: int, clean: int, noisy: int, seed: int) -> Iterator[dict[str, str]]:
-    """Rows of supervised training, in the order in which they teach: `easy` error-free ones of small multipliers,
-    `clean` error-free ones of every multiplier, `noisy` ones with errors. All are of the training split."""
+    """Rows for supervised training, in training order: `easy` error-free ones of small multipliers, `clean` error-free
+    ones of every multiplier, `noisy` ones with errors. All are of the training split."""
     random = Random(seed)
     for count, noise, allowed_times in ((easy, CLEAN, EASY_TIMES), (clean, CLEAN, None), (noisy, HABITS, None)):
         for _ in range(count):

@@ -218,7 +218,7 @@ def pillow() -> Any:
 
 
 def processor_config(folder: Path) -> dict[str, Any]:
-    """Settings of the image processor beside a policy; empty without one."""
+    """Settings of the image processor in a policy's folder; empty without one."""
     return read_json(folder / "preprocessor_config.json") or (
         read_json(folder / "processor_config.json").get("image_processor") or {}
     )

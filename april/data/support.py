@@ -1,4 +1,4 @@
-"""Sampling supports: the token ids that truncated sampling left to each token of a response."""
+"""Sampling supports: the token ids among which truncated sampling (top-k, top-p, min-p) drew each response token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +35,8 @@ class Support:
         return bool(fits and (self.indices_of(tokens) < self.counts).all())
 
     def indices_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Index of each token in its support, int64 [T]; at least the support's size if absent. None is empty."""
+        """Index of each token in its support, int64 [T]; at least the support's size if absent. No support may be
+        empty."""
         starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
         found = self.ids == np.repeat(tokens, self.counts)
         at = np.where(found, np.arange(len(self.ids)), len(self.ids))

@@ -235,7 +235,8 @@ def end_marked(mark: dict[str, str]) -> None:
 
 
 def environment_of(folder: Path) -> list[bytes]:
-    """The environment of a process by its folder in /proc; empty if it has ended or is another user's."""
+    """Environment entries (NAME=VALUE) of the process with this folder in /proc; [] if it has ended or is another
+    user's."""
     try:
         return (folder / "environ").read_bytes().split(b"\0")
     except OSError:

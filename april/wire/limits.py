@@ -21,7 +21,7 @@ class Limits:
     """Most arrays of a message."""
     message_bytes: int
     body_bytes: int
-    """Most bytes of the body for each array of the message; a message without arrays may have as many once."""
+    """Most bytes of the body, per array of the message; a message without arrays has the limit of one array."""
 
 
 FROM_PEER = Limits(frame_bytes=4 << 20, frames=4, arrays=2, message_bytes=8 << 20, body_bytes=256 << 10)
@@ -56,7 +56,7 @@ MAX_STEP_METRICS = 1024
 PENALTIES = ("overlong", "format")
 """Names of the reward details that are penalties, which April adds to a reward."""
 OWN_REWARD = "reward"
-"""Name of the part of a reward that is the reward of the run's verifier itself."""
+"""Reserved name among [reward.part]: the part of the reward that the run's own verifier (`reward.name`) gives."""
 RESERVED_DETAILS = ("correct", "base", "over_limit", *PENALTIES)
 """Details of a reward that April itself reads or adds; they do not count towards `MAX_REWARD_DETAILS`."""
 MAX_REWARD_DETAILS = 16

@@ -34,8 +34,8 @@ class LearnerAdmitted(Message):
 
 
 class Rendezvous(Message):
-    """Where and when the ranks of a learner over several machines meet. Each machine sends it again and again, and the
-    broker answers with the same message."""
+    """Rendezvous of the ranks of a learner on several machines. Each machine sends it periodically, and the broker
+    answers with the same message."""
 
     address: Name = ""
     """HOST:PORT of the store in which the ranks find each other. The learner's first machine sends it; the others send

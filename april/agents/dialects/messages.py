@@ -77,7 +77,7 @@ class Messages(Dialect):
 
 
 def plain_messages(message: Any) -> Iterator[Message]:
-    """A message of content blocks as plain messages; each tool result becomes a message of role "tool"."""
+    """Convert a message of content blocks to plain messages; each tool result becomes a message of role "tool"."""
     blocks = message.get("content") if isinstance(message, dict) else None
     if not isinstance(blocks, list):
         yield message

@@ -111,7 +111,7 @@ class Responses(Dialect):
 
 
 def plain_messages(items: Any) -> Iterator[Message]:
-    """Input items as messages; the text and the function calls of one assistant turn become one message."""
+    """Convert input items to messages; text and function calls of one assistant turn become one message."""
     if isinstance(items, str):
         yield {"role": "user", "content": items}
         return

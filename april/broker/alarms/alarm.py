@@ -72,7 +72,8 @@ def figures(record: dict[str, Any], part: str) -> dict[str, Any]:
 
 
 class Alarms:
-    """The alarms of a run. One that raises an exception is not used any more; from then on `raised` says so."""
+    """The alarms of a run. An alarm that fails with an exception is dropped, and `raised` lists it as failed from then
+    on."""
 
     def __init__(self, names: Sequence[str]):
         """Raises ConfigError for a name that is not found."""

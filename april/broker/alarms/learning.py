@@ -42,8 +42,9 @@ class PolicyGapAlarm(Alarm):
 
 @shipped("effective_samples")
 class EffectiveSamplesAlarm(Alarm):
-    """Raised when a few stale tokens outweigh the others: the effective sample size is below 50 % of the tokens by
-    their ratios (`ess`), or below 25 % by the weights that corrections have applied (`weight_ess`)."""
+    """Raised when a few stale tokens outweigh the others: the effective sample size is below 50 % of the tokens,
+    computed from probability ratios (`ess`), or below 25 %, from the weights that corrections applied
+    (`weight_ess`)."""
 
     page = "docs/algorithms.md#figures-of-a-step"
     steps_in_a_row = 3
@@ -66,8 +67,8 @@ class EffectiveSamplesAlarm(Alarm):
 
 @shipped("length_bias")
 class LengthBiasAlarm(Alarm):
-    """Raised when lately trained responses have other lengths than created ones: 1.5 times the band that chance
-    explains."""
+    """Raised when lately trained responses have other lengths than created ones: the distance of the two distributions
+    is above 1.5 times what chance explains."""
 
     page = "docs/operations.md#the-alarm-on-lengths"
     steps_in_a_row = 3

@@ -32,7 +32,7 @@ from april.wire.rows import observation_row, pack_rows
 
 @st.composite
 def schedule_sections(draw, rules: Rules, name: str) -> ScheduleSection:
-    """A [schedule] section of the kind `name` for a ledger with these rules."""
+    """Strategy for random [schedule] sections of the kind `name` that suit a ledger with these rules."""
     batch, n, staleness = rules.batch_groups, rules.group_size, rules.max_staleness
     common = {
         "kind": name,
@@ -171,7 +171,7 @@ class ScheduleMachine(Invariants):
                 assert self.ledger.leases.generating <= kind.samples_in_flight(self.section)
 
     def choose(self, version, share_left):
-        """The next sample for a worker under `version`, or None. `share_left`: held-out samples may come first."""
+        """The next sample for a worker under `version`, or None. `share_left`: whether held-out ones may come first."""
         return choose_sample(self.schedule, self.ledger, version, share_left)
 
     @rule(data=st.data(), count=st.integers(1, RESPONSE_BUDGET), ends=st.booleans())

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 NO_BEST_STEP = -1
-"""`BestCheckpoint.step` while no weights have been evaluated."""
+"""Value of `BestCheckpoint.step` while no weights have been evaluated."""
 PART_BYTES = 1 << 19
 """One message of a batch ends with the group that brings its arrays to this many bytes."""
 PASS_BYTES = 1 << 19

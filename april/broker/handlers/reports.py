@@ -20,10 +20,10 @@ from april.wire.rows import FINISH_REASONS, OBSERVATION, TABLE, padded_sizes
 NOT_FINITE = 0x7F800000
 """Bits of float32 infinity, without the sign bit; bit patterns of NaN are larger."""
 LARGEST_LOGPROB = np.float32(1e-3)
-"""Log-probabilities are at most 0, but for rounding."""
+"""Largest accepted log-probability: above 0 only because of rounding."""
 LARGEST_LOGPROB_BITS = int(LARGEST_LOGPROB.view(np.int32))
 SMALLEST_LOGPROB = np.float32(-1e4)
-"""Smallest log-probability; no engine draws a token that is as unlikely."""
+"""Smallest accepted log-probability; no engine draws a token as unlikely as this."""
 SMALLEST_LOGPROB_BITS = int(abs(SMALLEST_LOGPROB).view(np.int32))
 ABOVE_ZERO, BELOW_ALL = "a logprob is above 0", f"a logprob is below {SMALLEST_LOGPROB:g}"
 

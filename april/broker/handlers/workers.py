@@ -324,9 +324,9 @@ class WorkerHandler(LeaseHolderHandler):
         return self.ledger.leases.load.get((peer.uid, True), 0) < self.config.evaluation.share * peer.capacity
 
     def standstill(self, now: float) -> str:
-        """Sentence that nothing can happen any more: for `STANDSTILL_S`, nothing is leased or evaluated, the learner
-        has trained every batch, and a worker with its weights has room that the schedule leaves empty. Empty while
-        something can go on, or waits for a peer that is away."""
+        """A sentence that says that the run cannot progress: for `STANDSTILL_S`, nothing was leased or evaluated, the
+        learner has trained every batch, and a worker with the newest weights has free slots that the schedule leaves
+        empty. Empty while something can progress, or waits for a disconnected peer."""
         ledger, peers, schedule = self.ledger, self.peers, self.context.schedule
         steps, opened = ledger.steps, ledger.account.counts[GroupState.OPEN]
         waits = (

@@ -26,7 +26,7 @@ FILE_NAME = re.compile(r"\d{20}" + re.escape(SUFFIX))
 READ_BYTES = 4 << 20
 """Smallest read from a journal file, bytes."""
 READ_AGAIN_S = (0.0, 0.02, 0.1)
-"""Pauses before each further try of a read that the system refused, seconds: short, as the broker's loop waits."""
+"""Seconds to wait before each retry of a read that the system refused; short, since the broker's loop waits as well."""
 
 Reference = tuple[int, int]
 """(position, length) of a record in the journal, bytes."""
@@ -72,7 +72,7 @@ def file_starts(folder: Path) -> list[int]:
 
 
 def checked_starts(folder: Path) -> list[int]:
-    """`file_starts`, after a look at the folder: the log names files that are no journal's, which are left alone.
+    """Like `file_starts`, with a check of the folder: files that do not belong to a journal are logged and left alone.
 
     Raises JournalError if two files have the same position.
     """

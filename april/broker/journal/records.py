@@ -28,7 +28,7 @@ ARRAY, UINT64, UINT32, BIN32 = 0x90, 0xCF, 0xCE, 0xC6
 byte."""
 MAX_ARRAYS = 6
 RECORD_START = re.compile(rb"(?=[\x93\x95\x97\x99\x9b\x9d\x9f]\xcf.{8}\xce.{4}\xc6)", re.DOTALL)
-"""Pattern that matches the start of every record, and rarely other bytes."""
+"""Regular expression that matches the start of every record, and rarely other bytes."""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
@@ -107,7 +107,7 @@ def _checksum_of_position(synced: int) -> int:
 
 
 CACHE_BYTES = 64 << 20
-"""Most bytes of records that are on disk in the cache."""
+"""Most bytes of cached records that are already on disk."""
 LARGE_ROW_BYTES = 16 << 10
 """A record is cached as large if its rows have at least this many bytes on average."""
 

@@ -1,4 +1,4 @@
-"""Commands of the ledger for facts that move no sample: token scores, and snapshots of weights on disk."""
+"""Ledger commands that change the state of no sample: record token scores, and snapshots of weights on disk."""
 
 from zlib_ng.zlib_ng import crc32
 
@@ -11,11 +11,11 @@ from april.wire.training import WeightFolder
 def score_tokens(
     ledger: Ledger, lease_id: int, columns: list[dict[str, int]], values: bytes, feedback: list[str]
 ) -> None:
-    """Record the token scores of the responses under a scoring lease, and the feedback on them, before their rewards.
-    Those of held-out samples, and of leases that are not current, are ignored.
+    """Record the token scores and the feedback of the responses under a scoring lease, before their rewards. They are
+    ignored for held-out samples, and for a lease that is not current.
 
-    `columns`: for each response, the number of values of each token score by its name; `values`: all of them, float32.
-    `feedback`: of each response; empty if there is none.
+    `columns`: for each response, the number of values of each token score by its name; `values`: all values in that
+    order, float32. `feedback`: one text for each response, or an empty list.
     """
     lease = ledger.leases.get(lease_id)
     if lease and not lease.generating and not lease.sample.group.evaluation and (any(columns) or any(feedback)):

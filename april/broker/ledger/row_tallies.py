@@ -9,9 +9,9 @@ import numpy as np
 from april.broker.ledger.samples import Group
 
 NEVER = -1
-"""Number of the last draw of a row that was never drawn."""
+"""Value in `RowTallies.last` for a row that was never drawn."""
 BLANK = {"last": NEVER, "known": 0, "accuracy": 0.0, "spread": 0.0}
-"""Columns of the tallies, with their values for a row that was never drawn."""
+"""Column name of `RowTallies` -> its value for a row that was never drawn."""
 
 
 class RowTallies:

@@ -10,8 +10,8 @@ from typing import Any
 from april.broker.ledger.chunk_refs import ChunkRef, Segment, add_chunk_ref, chunk_refs_in, segments_in
 
 PlacedImage = tuple[str, int]
-"""(name of an image that an agent has sent, offset in the response of the first token that may be a placeholder of
-it)."""
+"""(name of an image that an agent has sent, offset in the response from which its placeholder tokens are looked
+for)."""
 
 
 class SampleState(StrEnum):

@@ -200,7 +200,7 @@ class LedgerState:
 
     @property
     def lost_batch(self) -> int | None:
-        """The first batch to be trained that has lost all its groups, without which a run cannot go on; None without
+        """Number of the first untrained batch that has lost all its groups, so that the run cannot go on; None without
         one."""
         steps = range(self.steps.consumed, self.steps.next)
         return next((step for step in steps if not self.deliveries[step]), None)

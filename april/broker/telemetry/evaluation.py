@@ -83,7 +83,7 @@ def score_of(result: dict[str, Any], name: str) -> float | None:
 
 
 def is_complete(result: dict[str, Any], name: str) -> bool:
-    """Whether each prompt of the evaluation set `name` was evaluated, as far as it did not fail."""
+    """Whether every prompt of the evaluation set `name` was evaluated; prompts that failed count as evaluated."""
     return not sets_of(result).get(name, {}).get("not_evaluated", 0)
 
 

@@ -23,7 +23,7 @@ def length_histogram(lengths: Lengths) -> dict[str, int]:
 
 
 def mean_length(lengths: Lengths) -> float:
-    """Mean length in tokens of at least one response."""
+    """Mean of response lengths, tokens; `lengths` must not be empty."""
     return sum(length * count for length, count in lengths.items()) / lengths.total()
 
 

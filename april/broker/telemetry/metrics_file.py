@@ -51,13 +51,13 @@ class StepSums(msgspec.Struct):
     tokens_by_age: dict[int, int] = {}
     """Trained tokens by staleness in steps."""
     sft_rows: int = 0
-    """Conversations that were trained beside samples; like `sft_tokens`, without those of steps that were not
-    finite."""
+    """Conversations trained together with samples. Neither this nor `sft_tokens` counts steps that the learner skipped
+    because loss or gradient was not finite."""
     sft_tokens: int = 0
     """Trained tokens of conversations."""
     sft_too_long: int = 0
     sft_bad_rows: int = 0
-    """Conversations of the same steps that were left out, as too long or as bad."""
+    """Conversations that those steps left out because they were too long or invalid."""
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the record of a step."""

@@ -225,7 +225,8 @@ class BackgroundSink(Sink):
             raise self._error
 
     def _write(self, step: int, time: float, figures: dict[str, float]) -> None:
-        """Write an entry; under plain names if the service refuses those that it has, and from then on."""
+        """Write an entry. If the service refuses its metrics' names, plain names are used for it and for all later
+        entries."""
         plain = plain_names(figures)
         if self._needs_plain_names or plain.keys() == figures.keys():
             return self.write(step, time, plain)

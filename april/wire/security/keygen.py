@@ -33,18 +33,18 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def make_folder_once(folder: Path) -> None:
-    """Make a folder of keys, unless it is there; others find it complete or not at all. Raises ConfigError."""
+    """Create a folder of keys unless it exists; other processes see it complete or not at all. Raises ConfigError."""
     make_once(folder, make_folder)
 
 
 def make_secret_once(path: Path) -> None:
-    """Make a file with a random text that nobody else can guess, unless it is there. Raises ConfigError."""
+    """Create a private file with a random secret of 256 bits, in hex, unless it exists. Raises ConfigError."""
     make_once(path, lambda draft: write_new(draft, f"{secrets.token_hex(32)}\n"))
 
 
 def make_once(path: Path, make: Callable[[Path], object]) -> None:
-    """Have `make` make a file or folder, unless it is there: of processes that do so at once one wins, and all find
-    what it has made, complete. Raises ConfigError."""
+    """Create a file or folder by `make` unless it exists. If several processes do so at once, one wins, and all find
+    its complete result. Raises ConfigError."""
     if path.exists():
         return
     try:

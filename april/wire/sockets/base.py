@@ -102,7 +102,8 @@ def is_socket_file(address: str) -> bool:
 
 
 def socket_beside(address: str, name: str) -> str:
-    """Address of another Unix socket in the folder of the broker's, with a name that no earlier process has used."""
+    """Address for another Unix socket in the folder of the broker's socket (`address`); no earlier process has used
+    it."""
     return f"{address.rpartition('/')[0]}/{name}-{secrets.token_hex(4)}"
 
 
