@@ -1,8 +1,8 @@
 """The images of agents' requests: found in the bodies of all APIs, prepared once, and on the broker's disk before a
 turn names them.
 
-A part of a message that is an image gets the form that it has in dataset rows: it names the image by the sha256 of its
-source (`april.data.row_images`), so that equal requests are recognised by their messages.
+Image parts of messages are converted to the form that they have in dataset rows: a reference to the image by the sha256
+of its source (`april.data.row_images`), so that equal requests are recognised by their messages.
 """
 
 import asyncio

@@ -129,5 +129,5 @@ def write_rows(name: str, arguments: dict[str, Any], folder: Path, max_rows: int
 
 
 def without_empty_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without the None fields of a table that mixes several kinds of messages."""
+    """A copy of the message without None fields; a table of several kinds of messages has them for absent fields."""
     return {key: value for key, value in message.items() if value is not None or key == "content"}

@@ -16,7 +16,8 @@ class LeaseBook(dict[int, Lease]):
         self.held: dict[str, array[int]] = {}
         """Lease ids of each holder, ascending."""
         self.load: Counter[tuple[str, bool]] = Counter()
-        """Number of leases under which samples are generated, by (worker uid, whether for evaluation)."""
+        """Number of leases under which samples are being generated, by (worker uid, whether they are for
+        evaluation)."""
         self.generating = 0
         """Number of leases under which training samples are generated."""
         self.evaluating_agents = 0
