@@ -37,7 +37,7 @@ def option(*names: str, **settings: Any) -> Option:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help can list the keys of the configuration, or of one section that is named behind `--help`, with
+    """A parser whose help can list the keys of the configuration, or of one section that is named after `--help`, with
     those of the parts that the configuration names."""
 
     lists_keys = False

@@ -325,7 +325,7 @@ def is_plain(config: Config) -> bool:
 
 
 def try_part(trial: Callable[[Config, str], None], config: Config, found: Findings, on_device: bool) -> None:
-    """Try a user's part on the accelerator, in a process that gives its memory back, or here on the CPU."""
+    """Try a user's part: on the accelerator, in a process that frees its memory at the end, or in this one on a CPU."""
     if on_device:
         try_apart(trial, config, found, "a part of one's own")
     else:

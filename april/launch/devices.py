@@ -55,7 +55,7 @@ def place_parts(config: Config, devices: Sequence[str]) -> dict[str, list[str]]:
 
 
 def needed_devices(config: Config) -> int:
-    """Accelerators that a run needs. Two ranks or two workers never share one; a rank and a worker may, see
+    """Number of accelerators that a run needs. Two ranks or two workers never share one; a rank and a worker may, see
     devices.share."""
     ranks, per_worker = devices_wanted(config)
     for_workers = config.worker.count * per_worker

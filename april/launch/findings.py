@@ -8,7 +8,7 @@ from april.config import ConfigError
 from april.util.errors import NotTried
 
 LABEL_WIDTH = 11
-"""Columns of the label of a fact."""
+"""Width of a fact's label in the printed lines (characters)."""
 
 
 @dataclass

@@ -116,7 +116,7 @@ def linears_of(folder: Path) -> dict[str, int]:
 
 
 def layer_matrices(folder: Path) -> list[StoredTensor]:
-    """Weights of the linear layers inside the transformer layers."""
+    """Weight matrices of the linear layers inside the transformer layers."""
     return [
         tensor
         for tensor in all_tensors(folder)
@@ -128,8 +128,9 @@ def layer_matrices(folder: Path) -> list[StoredTensor]:
 
 
 def adapter_parameters(config: Config) -> int:
-    """Trained parameters with the `[lora]` section: the adapter, and whole tensors trained with it. Raises ConfigError
-    if the model lacks a layer that the section names, or has weights that the section's base would round."""
+    """Number of trained parameters with the `[lora]` section: the adapter, and whole tensors trained with it. Raises
+    ConfigError if the model lacks a layer that the section names, or has weights that the section's base would
+    round."""
     own = json.loads((config.model.path / "config.json").read_text())
     check_base(config.lora, own.get("dtype") or own.get("torch_dtype") or "")
     linears = linears_of(config.model.path)
@@ -138,7 +139,7 @@ def adapter_parameters(config: Config) -> int:
 
 
 def whole_parameters(config: Config) -> int:
-    """Parameters of the model that are trained in full, in addition to the adapter."""
+    """Number of the model's parameters that are trained in full, in addition to the adapter."""
     if not config.lora.embedding:
         return 0
     folder = config.model.path
@@ -171,7 +172,7 @@ HEAD_BYTES = 12
 """Temporary bytes per parameter of the output head: bfloat16 weight and gradient, and two float32 copies of the
 gradient."""
 BLOCK_LOGITS = 1 << 27
-"""Most logits in a block: `LOGITS_PER_ACCELERATOR_CHUNK` of `april/learner/head.py`."""
+"""Maximum number of logits in a block: `LOGITS_PER_ACCELERATOR_CHUNK` of `april/learner/head.py`."""
 LOGIT_BYTES = 12
 """Bytes per logit of a block: logit, log-probability, and the loss's temporaries."""
 CONTEXT_BYTES = GIB
@@ -238,7 +239,7 @@ def gathered_bytes(config: Config, layer: int, outside: int) -> float:
 
 def activations_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes of a micro-batch's activations: those of all layers; with activation checkpointing, the input of every
-    layer, unless that is on the host, and all activations of one layer."""
+    layer, unless it is offloaded to the host, and all activations of one layer."""
     learner = config.learner
     kept = shape.compiled_bytes if learner.compile else shape.kept_bytes
     each = shape.layers * kept
@@ -269,7 +270,7 @@ def teacher_head_bytes(config: Config, shape: ModelShape) -> float:
 
 
 def pass_tokens(config: Config) -> int:
-    """Most tokens in a forward and backward pass of a rank of the learner."""
+    """Maximum number of tokens in a forward and backward pass of a rank of the learner."""
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
     return max(config.learner.microbatch_tokens, math.ceil(longest / config.learner.context_parallel))
 

@@ -90,8 +90,8 @@ def supervise_part(
     learner_node: LearnerNode | None = None,
     accelerators: str = "",
 ) -> int:
-    """Run a part until it ends; returns its exit status. `restarts`: most consecutive ones; None: the configuration's.
-    `accelerators`: span FIRST:END of the visible ones; empty: all. Raises ConfigError."""
+    """Run a part until it ends; returns its exit status. `restarts`: maximum number of consecutive restarts; None: as
+    configured. `accelerators`: span FIRST:END of the visible accelerators; empty: all. Raises ConfigError."""
     if role != "broker" and not connect:
         refuse("--connect", None, "is not given", "name the broker as tcp://HOST:PORT, or the run's folder")
     sections = {"broker": config.broker, "learner": config.learner, "scorer": config.scorer, "agents": config.agent}

@@ -74,7 +74,7 @@ class Needs:
 
     @property
     def least(self) -> float:
-        """Memory with which the run can work, bytes: an engine needs a cache for one response."""
+        """Least memory with which the run can work (bytes): an engine needs a cache for one response."""
         learner, engine = sum(self.learner.values()), sum(self.engine.values())
         return learner + engine if self.shared and not self.time_shared else max(learner, engine)
 
@@ -119,7 +119,7 @@ def sizes_of(config: Config) -> "Footprint":
 
 @cache
 def cached_sizes(folder: Path, adapter: str, bf16: bool, freeze_vision: bool) -> "Footprint":
-    """Sizes of a model with the adapter of a section [lora], given as JSON."""
+    """Sizes of a model with an adapter. `adapter`: section [lora] as JSON; `bf16`: passes in bfloat16, else fp32."""
     from april.learner.footprint import footprint
 
     return footprint(folder, LoraSection.model_validate_json(adapter), bf16, freeze_vision=freeze_vision)

@@ -143,7 +143,7 @@ async def run_session(
 
 POLL_S = 0.001
 MAX_QUEUED_ROWS = 64
-"""Most rows queued for a verifier; further ones are prepared later."""
+"""Maximum number of rows queued for a verifier; further rows are prepared later."""
 FILTER_TIMEOUT_S = 10.0
 """Longest call of a filter: it blocks the broker's loop."""
 WRONG_RESPONSE = "I do not know."
@@ -333,8 +333,8 @@ class Rehearsal:
         return None
 
     def _run_agent(self, row: InspectedRow, tokenizer: Tokenizer, patience_s: float) -> None:
-        """Try the agent's program. A failure after a reply of the policy is only a warning: the real policy replies
-        otherwise."""
+        """Try the agent's program. A failure after a reply of the policy is only a warning: the real policy gives other
+        replies."""
         agent = self.config.agent
         if not (agent.program or agent.command) or "'agent." in "".join(self.found.errors):
             return

@@ -21,7 +21,7 @@ from april.util.errors import refuse
 from april.workers.engines import ENGINES
 
 FIRST_ROWS = 1000
-"""Rows per dataset that are inspected; the last row is inspected as well."""
+"""Number of rows at the beginning of each dataset that are inspected; its last row is inspected as well."""
 MORE_ROWS_S = 1.0
 """Time for rendering further training prompts when a run starts, seconds."""
 CHARACTERS_SHOWN = 8
@@ -217,7 +217,7 @@ def plain(text: str) -> str:
 
 
 def inspect_sft_sources(config: Config, tokenizer: Tokenizer, found: Findings, everything: bool) -> None:
-    """Inspect the rows of the sources of kind sft of a run: `everything`: all, otherwise for a second."""
+    """Inspect the rows of a run's sources of kind sft. `everything`: all rows; otherwise as many as take a second."""
     for number, source in config.data.sft_sources.items():
         rows = found.run_check(ConversationRows, [source], config, tokenizer)
         patience_s = math.inf if everything else MORE_ROWS_S

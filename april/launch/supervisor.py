@@ -61,7 +61,7 @@ CLOSE_S = 5.0
 LEARNER_CLOSE_S = 60.0
 """Longest wait for the learner to end after the run is over and the policy written."""
 FATAL_STATUSES = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
-"""Exit statuses after which a restart would not help, with their meaning. A refusal at a restart may pass."""
+"""Exit statuses after which a restart would not help, with their meaning. At a restart, REFUSED may be temporary."""
 TAIL_LINES = 25
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -208,7 +208,7 @@ class Supervisor:
         self._read_only = ""
         self._metrics_read = 0
         self._next_status = self._last_status_s = 0.0
-        """Time of the next status request, and of the last status received."""
+        """Times of the next status request and of the last status received (seconds)."""
         self._highest_step = 0
         self._evaluations = len(read_summary(self.run_dir / "summary.json").get("evaluation") or [])
         """Number of evaluations already noted, in this start or earlier ones."""

@@ -66,7 +66,7 @@ class Probe(Protocol):
     longest_response: int
 
     def time(self, running: int, longest: int) -> Timing:
-        """Time a load of `running` sequences with responses of 1 to `longest` tokens; the same sequences every time."""
+        """Measure a load of `running` sequences with responses of 1 to `longest` tokens; always the same sequences."""
 
 
 def measure(
@@ -75,7 +75,7 @@ def measure(
     shares: Sequence[float] = RUNNING_SHARES,
     repeats: int = REPEATS,
 ) -> list[Timing]:
-    """Time a grid of loads: running sequences (`shares` of the slots) times longest responses (tokens)."""
+    """Measure a grid of loads: running sequences (`shares` of the slots) times longest responses (tokens)."""
     counts = sorted({max(1, round(probe.slots * share)) for share in shares})
     probe.time(probe.slots, min(longest_responses[0], probe.longest_response))  # warm-up
     return [

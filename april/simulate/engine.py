@@ -63,7 +63,7 @@ class SimulatedEngine:
         prefix_cache: bool = True,
         prefill_tokens: float = INFINITY,
     ):
-        """`prefill_tokens`: most context tokens that are admitted before the next decode step, or one sample."""
+        """`prefill_tokens`: maximum context tokens admitted before the next decode step; one sample may have more."""
         self.name, self.cost, self.slots, self.slowdown = name, cost, slots, slowdown
         self.keep_kv, self.prefix_cache, self.prefill_tokens = keep_kv, prefix_cache, prefill_tokens
         self.load = 0

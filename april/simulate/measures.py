@@ -27,9 +27,9 @@ class SimulationState:
     lost_tokens: int = 0
     """Tokens that were generated, but lost in an engine's failure before the broker acknowledged them."""
     granted: int = 0
-    """Leases granted."""
+    """Number of leases granted."""
     migrated: int = 0
-    """Stragglers moved to another engine."""
+    """Number of stragglers moved to another engine."""
     down: set[int] = field(default_factory=set)
     """Indices of the engines that have failed and are not yet back."""
 
@@ -91,7 +91,7 @@ class Measures:
         self.steps: list[TrainedStep] = []
         self.training_s = 0.0
         self.buffer_peak_tokens = 0
-        """Most tokens of open and ready groups at one time in the whole run, defined as in the broker's `Recorder`."""
+        """Largest number of tokens of open and ready groups at one time, defined as in the broker's `Recorder`."""
         self._leased_slot_s = self._rollout_s = 0.0
         self._unleased_slot_s: defaultdict[str, float] = defaultdict(float)
         self._slots_wanted = self.scenario.slots_wanted
@@ -274,7 +274,7 @@ class Measures:
 
 
 def quantiles(lengths: list[int]) -> array:
-    """uint32: all lengths, or `LENGTHS_KEPT` evenly spaced quantiles of more."""
+    """The lengths as uint32; of more than `LENGTHS_KEPT`, that many evenly spaced quantiles."""
     if len(lengths) > LENGTHS_KEPT:
         centres = (np.arange(LENGTHS_KEPT) + 0.5) / LENGTHS_KEPT
         lengths = np.quantile(lengths, centres, method="inverted_cdf").tolist()

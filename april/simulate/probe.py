@@ -26,7 +26,7 @@ from april.workers.engines.entry import device_of
 from april.workers.process import make_engine
 
 STEPS, SETTLE_STEPS = 128, 16
-"""Decode steps per timing, and decode steps before the timing begins."""
+"""Number of decode steps per timing, and of decode steps before the timing begins."""
 PROMPT_TOKENS = 8
 
 
@@ -67,8 +67,8 @@ class EngineProbe:
         engine.load_weights(Version(0, 0), tensors)
 
     def time(self, running: int, longest: int) -> Timing:
-        """Time decode steps of `running` sequences at random positions of responses of 1 to `longest` tokens, then a
-        weight update, then the prefill after it. A sequence that ends is replaced."""
+        """Measure the durations of decode steps of `running` sequences at random positions of responses of 1 to
+        `longest` tokens, then of a weight update, then of the prefill after it. A sequence that ends is replaced."""
         pool = SequencePool(np.random.default_rng([running, longest]), longest)
         for _ in range(running):
             length = 1 + int((longest - 1) * np.sqrt(pool.random.random()))  # a long one runs at more instants

@@ -22,7 +22,7 @@ from april.util.errors import refuse
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
 BLOCK_GROUPS = 1024
-"""Groups whose lengths are drawn at once."""
+"""Number of groups whose lengths are drawn at once."""
 BLOCKS_KEPT = 128
 
 
@@ -93,7 +93,7 @@ class Lengths:
 
     @property
     def longest_context(self) -> int:
-        """Most tokens of a prompt and its response together."""
+        """Largest number of tokens of a prompt and its response together."""
         section = self.section
         if self.trace:
             return max(
@@ -138,7 +138,7 @@ class Lengths:
 # --- scenario ---------------------------------------------------------------------------------------------------------
 
 LENGTHS_LOOKED_AT = 20_000
-"""Responses drawn to estimate the mean and maximum of a length distribution."""
+"""Number of responses drawn to estimate the mean and maximum of a length distribution."""
 
 
 class EnginesSection(Section):

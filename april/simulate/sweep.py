@@ -55,11 +55,9 @@ class Sweep:
 
 
 def sweeps(scenario: Scenario, kind: str = "") -> list[Sweep]:
-    """One sweep over each schedule's dial, then the staleness bound and the number of engines for one schedule.
-
-    `kind`: the only schedule swept; empty: all shipped ones, and the last two for one that counts samples. Raises
-    ConfigError.
-    """
+    """One sweep over each schedule's dial, then the staleness bound and the number of engines for one schedule. `kind`:
+    the only schedule swept; empty: all shipped schedules, and for the last two sweeps one that counts samples in
+    flight. Raises ConfigError."""
     kinds = [kind_with_dial(kind)] if kind else [name for name in SCHEDULES.shipped if SCHEDULES.find(name).dial]
     found = [dial_sweep(scenario, name) for name in kinds]
     swept = kind or kind_with_dial("", counts_samples)
@@ -128,7 +126,7 @@ def _sweep(title: str, axis: str, scenarios: list[tuple[float, Scenario]]) -> Sw
 # --- experiments ------------------------------------------------------------------------------------------------------
 
 HISTOGRAM_GROUPS = 4096
-"""Groups whose response lengths make the histogram."""
+"""Number of groups whose response lengths make the histogram."""
 COMPARED_FACTORS = (1.5, 2.0, 3.0)
 
 

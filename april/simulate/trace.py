@@ -70,7 +70,7 @@ class Recording:
     groups: list[TracedGroup]
     """Groups with all samples completed, in the order of their creation."""
     cut_short: int
-    """Groups of the same period that were discarded or lost a sample; mostly ones with long responses."""
+    """Number of groups of the same period that were discarded or lost a sample; mostly groups with long responses."""
 
     @property
     def censored(self) -> str:

@@ -37,7 +37,7 @@ class SampleImages:
         return None
 
     def take(self, received: wire.Received) -> tuple[list[int], list[int]]:
-        """Take an answer: (leases whose images are all here, leases with an image that the broker cannot read)."""
+        """Take an answer: (leases whose images have all arrived, leases with an image that the broker cannot read)."""
         lost = set[str]()
         self._asked.clear()
         for name, packed in zip(received.message.names, received.packed, strict=True):

@@ -188,7 +188,7 @@ class Reports:
         self._report_token_scores([(each, values) for each, values in taken if isinstance(each, wire.TokenScored)])
 
     def _report_token_scores(self, scored: list[tuple[wire.TokenScored, bytes]]) -> None:
-        """Send closings with token scores in as many reports as they need; one that needs several has them alone."""
+        """Send closings with token scores in as many reports as they need; one too large for a report is split."""
         while scored:
             ends = list(accumulate(len(values) for _, values in scored[:MAX_REPORT_CLOSINGS]))
             text_ends = list(accumulate(sum(map(len, closing.feedback)) for closing, _ in scored[: len(ends)]))

@@ -273,8 +273,8 @@ class Worker:
             self._continue(sample)  # else it is given back once the new version is loaded
 
     def _continue(self, sample: ActiveSample) -> None:
-        """Submit the current turn to the engine, or, if the turn is over, to the environment; with images, once these
-        are here."""
+        """Submit the current turn to the engine, or, if the turn is over, to the environment. A sample with images
+        waits until they have arrived."""
         grant, task, turn = sample.grant, sample.task, sample.turn_tokens
         if self.environment_turns.is_over(turn):
             return self.environment_turns.submit(

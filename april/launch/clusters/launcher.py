@@ -191,7 +191,7 @@ class Launcher:
         return orjson.loads(path.read_bytes()) if path.is_file() else {}
 
     def submitted(self, key: str) -> Any:
-        """A fact about what was submitted. Raises ConfigError if nothing was."""
+        """The fact `key` in the record of what was submitted (`remember`). Raises ConfigError if nothing was."""
         if key not in self.remembered():
             raise ConfigError(
                 f"run {self.layout.name} has not been submitted from this folder; `april launch` does that"

@@ -44,7 +44,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Values:
-    """Values of one run's objects, as listed on the clusters page."""
+    """Values of one run's objects, as listed in `docs/clusters.md`."""
 
     tree: Mapping[str, Any]
     name: str

@@ -117,8 +117,8 @@ class Slurm(Launcher):
         return "the run is stopping: the learner writes a checkpoint, then all jobs end"
 
     def scale(self, workers: int | None) -> str:
-        """Stop surplus jobs, newest first, or add one job with the missing processes. None: restore the last asked
-        numbers, as a requeued job does."""
+        """Stop surplus jobs, newest first, or add one job with the missing processes. None: restore the numbers that
+        were asked for last, as a requeued job does."""
         wanted = self.layout.counts | self.remembered().get("wanted", {})
         if workers is not None:
             wanted["worker"] = workers

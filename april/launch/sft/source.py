@@ -54,7 +54,7 @@ class ConversationBook:
 
     @property
     def positions(self) -> int | None:
-        """Number of rows in all epochs; None if there is no end of them."""
+        """Number of rows in all epochs; None if the number of epochs is not limited."""
         epochs = self.config.data.epochs
         return None if epochs is None else epochs * self.training.per_epoch
 
@@ -144,9 +144,8 @@ class ConversationSource:
 def checked_order(config: Config, book: ConversationBook, checkpoint_step: int) -> dict[str, Any]:
     """Everything that determines the batches of a run and their loss, as stored in `ORDER_FILE`.
 
-    A run that goes on from weights `checkpoint_step` > 0 has to be the one that it began as. Raises ConfigError if it
-    has other rows, tokens or another loss, or if its last batch was smaller than others for want of rows, and there are
-    more now.
+    Raises ConfigError if a run that goes on from weights `checkpoint_step` > 0 has other rows, tokens or another loss
+    than at its beginning, or if its last batch was smaller than others for want of rows, and there are more rows now.
     """
     path, size = config.run_dir / ORDER_FILE, config.sft.batch_size
     settings = {

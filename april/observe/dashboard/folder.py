@@ -235,7 +235,7 @@ class Runs:
                 return
 
     def _read_followed(self) -> bool:
-        """Read what is new of the runs that are followed; returns whether that is all."""
+        """Read new data of the runs that are followed; returns whether everything was read."""
         with self._lock:
             followed = [run for run in self._watched.values() if time.monotonic() - run.asked_at < IDLE_S]
         complete = [run.read_new(READ_BUDGET_S) for run in followed]

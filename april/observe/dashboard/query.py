@@ -15,7 +15,7 @@ from april.observe.dashboard.sample_reader import open_file
 from april.wire.limits import clip
 
 PAGE = 50
-"""Most rows in one page of results."""
+"""Maximum number of rows in one page of results."""
 BLOCK = 1 << 16
 """Number of rows that are sorted at once, which bounds memory."""
 MAX_HITS = 200
@@ -25,7 +25,7 @@ RANGES = ("min", "max")
 MAX_INTEGER = 2**53
 """Largest absolute value of a step, position or offset; a browser's numbers are exact up to it."""
 SHOWN = 40
-"""Most characters of a refused value that an error text repeats."""
+"""Maximum number of characters of a refused value that an error text repeats."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from april.observe.report.timeline import MAX_DRAWN_WORKERS, whole_timeline
 
 STATIC = Path(run_page.__file__).parent / "static"
 NOT_IN_COMPONENTS = "!'()*"
-"""Characters besides letters, digits and `_.-~` that JavaScript's encodeURIComponent leaves as they are."""
+"""Characters besides letters, digits and `_.-~` that JavaScript's encodeURIComponent does not escape."""
 
 
 def write_report(run_dir: str | Path) -> Path:

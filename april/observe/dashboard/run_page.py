@@ -32,8 +32,8 @@ from april.observe.report.timeline import (
 
 
 def describe(run: RunFolder, steps: Steps) -> dict[str, Any]:
-    """The run's facts, configuration, token ledger, evaluations, resumes, alarms, and response lengths; `run.records`
-    may be what `Steps.records` has."""
+    """The run's facts, configuration, token ledger, evaluations, resumes, alarms, and response lengths. Of each record
+    in `run.records` only the keys in `Steps.records` are needed."""
     ledger, changes = token_totals(run), run.resumes
     alarms = dict(steps.alarms)
     return {
@@ -71,8 +71,8 @@ def last_evaluation(run: RunFolder) -> dict[str, Any] | None:
 
 
 def held_out_curves(run: RunFolder) -> list[dict[str, Any]]:
-    """The accuracies, or rewards, to be joined by a line each: of named sets one curve each, otherwise one for each set
-    of prompts."""
+    """Curves of the held-out accuracies, or rewards: one for each named set; without names, one for each set of
+    prompts."""
     named = run.named_evaluations
     unnamed = {f"held-out{f', set {n}' if n > 1 else ''}": points for n, points in enumerate(run.evaluation_sets, 1)}
     return [
@@ -125,14 +125,14 @@ def first_length(index: int) -> int:
 # --- tables of steps --------------------------------------------------------------------------------------------------
 
 MAX_ROWS = 1000
-"""Most rows of a report's table of steps. For more steps, each row has means over the same number of steps."""
+"""Maximum number of rows of a report's table; of more steps, each row has means over the same number of steps."""
 NEWEST_OF_PART = ("step", "time")
 """Columns whose value in a row for several steps is the last step's, instead of the mean."""
 
 
 def table(steps: Steps, columns: str | None = None, after: int = 0) -> dict[str, Any]:
     """All or the named columns of the steps after `after`, in order of the steps. `columns`: names separated by commas;
-    one that ends with `*` stands for all columns that begin so."""
+    NAME* stands for all columns that begin with NAME."""
     names = steps.figure_names
     if columns is not None:
         names = [
@@ -178,7 +178,7 @@ STEPS_AT_FIRST = 8
 """Number of steps in the timeline's default window: the last ones of the run."""
 SHORTEST_WINDOW_S = 1e-3
 LEARNER = ""
-"""Key of the learner's lane among those of the workers, whose names are never empty."""
+"""Key of the learner's lane among the workers' lanes: the empty text, which is no worker's name."""
 
 
 def timeline_window(
@@ -266,7 +266,7 @@ def sampled_shares(
 # --- logs -------------------------------------------------------------------------------------------------------------
 
 LOG_BYTES = 128 << 10
-"""Most bytes of a log that are shown, its last ones."""
+"""Maximum number of bytes shown of a log, counted from its end."""
 
 
 def logs(path: Path, name: str = "") -> dict[str, Any]:

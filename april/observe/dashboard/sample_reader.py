@@ -55,7 +55,7 @@ def load_tokenizer(folder: Path):
 
 IMAGE_NAME = re.compile("[0-9a-f]{64}")
 EXCERPT_CHARACTERS = 160
-"""Most characters of a text in a table of samples."""
+"""Maximum number of characters of a text in a table of samples."""
 TOKEN_COLUMNS = ("prompt_ids", "response_ids", "behaviour_logprobs", "learner_logprobs", "entropies", "chunks")
 """Parquet columns with one value per token or chunk of a sample."""
 

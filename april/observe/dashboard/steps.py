@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 SKIPPED_KEYS = ("lanes", "alarms")
 """Keys of a step's record in metrics.jsonl that have no columns."""
 HISTOGRAMS = ("trained_histogram", "created_histogram")
-"""Keys whose values are counts by bin; their columns are no figures of their own."""
+"""Keys whose values are counts by bin; their columns are not shown as figures."""
 OLDEST_AGE = 6
-"""Age in policy steps from which tokens are counted together."""
+"""Age in policy steps that stands for itself and all higher ages: tokens of these are counted in one bin."""
 MAX_COLUMNS = 256
 """Most columns of each kind: figures of the run, figures of its sources (data sets), and bins of histograms."""
 OF_SOURCE = "_source_"
@@ -123,7 +123,7 @@ class Steps:
 
     @property
     def figure_names(self) -> list[str]:
-        """Names of the columns that are figures of their own."""
+        """Names of the columns that are figures, and not counts of a histogram's bins."""
         return [name for name in list(self.columns) if not is_bin(name)]
 
     def histogram(self, name: str) -> dict[int, float]:
@@ -268,7 +268,7 @@ class Draws:
     steps: np.ndarray
     counts: np.ndarray
     rewards: np.ndarray
-    """Mean rewards."""
+    """Mean reward of each entry's samples."""
     first_rows: np.ndarray
     """Row, in the sample index, of one of the entry's samples."""
 

@@ -11,7 +11,7 @@ SOURCE_REWARD = "reward_source_"
 """Prefix of the learner's figures that are the mean reward of a source, whose number follows."""
 
 WORST_ENGINES = 3
-"""Most workers named in `engine_gaps`, those with the largest gap first."""
+"""Maximum number of workers named in `engine_gaps`, those with the largest gap first."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def first_to_last_3(run: RunFolder, figure: str) -> str:
 
 
 def rewards_of_sources(run: RunFolder) -> list[tuple[str, str]]:
-    """The reward of each source of a run with several: of the first batch with it, and the mean of the last three."""
+    """(source, text) for each of a run's several sources: its mean reward in its first batch, and in the last three."""
     found: dict[str, list[float]] = {}
     for step in run.steps:
         for name, value in (dig(step, "learner") or {}).items():
@@ -174,8 +174,8 @@ def first_to_last_of(points: list[dict]) -> str:
 
 
 def evaluation_cost(run: RunFolder) -> str:
-    """Cost of evaluations that are bound to one version: free slots of workers that put newer weights off, and prompts
-    of all evaluations that were left out because no worker had the version any more."""
+    """Text: cost of evaluations that are bound to one version. It has the slot-seconds that workers left free while
+    they put newer weights off, and the number of prompts left out because no worker had the version any more."""
     results = run.summary.get("evaluation") or []
     slot_s = sum(result.get("held_slot_s") or 0 for result in results)
     scored = [each for result in results for each in (result.get("sets") or {"": result}).values()]
@@ -212,8 +212,8 @@ def gradient(run: RunFolder) -> str:
 
 
 def conversations(run: RunFolder) -> str:
-    """Text: conversations trained beside samples, their tokens, their loss in the first step and the last three, and
-    how many were left out; empty without any."""
+    """Text: conversations trained in addition to samples, their tokens, their loss in the first step and the last
+    three, and how many were left out; empty without any."""
     found = dig(run.summary, "conversations")
     if not found:
         return ""

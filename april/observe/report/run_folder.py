@@ -37,7 +37,7 @@ class RunFolder:
 
     @property
     def steps(self) -> list[dict]:
-        """One record per step, in order; of a replayed step the last."""
+        """One record per step, in order; for a replayed step its last record."""
         by_step = {record["step"]: record for record in self.records}
         return [by_step[step] for step in sorted(by_step)]
 

@@ -17,9 +17,9 @@ Sample = dict[str, Any]
 """A row of `samples/step_*.parquet`, with the columns of `april.learner.samples.schema`."""
 
 MAX_CHARACTERS = 1200
-"""Most characters of a sample's prompt, and of its response, on the run page."""
+"""Maximum number of characters of a sample's prompt, and of its response, on the run page."""
 MAX_LABEL_CHARACTERS = 400
-"""Most characters of a reference answer beside a sample's text."""
+"""Maximum number of characters of a reference answer that is shown with a sample's text."""
 SHORT_COLUMNS = (
     "step", "group", "index", "prompt", "response", "label", "reward", "advantage", "trained", "finish_reason",
     "held_out",

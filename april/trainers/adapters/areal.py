@@ -204,7 +204,7 @@ class ArealEngine(TrainerRun, InferenceEngine):
 
 
 MAX_CALLBACK_BYTES = 1 << 20
-"""Most bytes that are read of a callback, whose content says nothing to April."""
+"""Maximum number of bytes read of a callback, whose content April does not use."""
 
 
 class CallbackHandler(CheckedRequestHandler):

@@ -71,7 +71,7 @@ class TrainerRun:
         return self.run.step >= self.run.config.schedule.max_steps
 
     def close(self) -> None:
-        """Close the connection; a run whose steps are all trained ends, which first evaluates the last weights."""
+        """Close the connection. If all steps are trained, the run ends after an evaluation of the last weights."""
         if self.is_trained:
             self.run.take()
         self.run.__exit__(None, None, None)

@@ -66,8 +66,8 @@ class SlimeRollouts(TrainerRun):
         return RolloutFnTrainOutput(samples=groups, metrics={"rollout/april/staleness": staleness(batch)})
 
     def _submit_prompts(self, source: Any) -> None:
-        """Submit the next groups of slime's data source, as many as a round has, numbered as there; groups submitted
-        before a restart are skipped."""
+        """Submit the next groups of slime's data source, as many as a round has, under slime's numbers; groups
+        submitted before a restart are skipped."""
         schedule = self.run.config.schedule
         groups = source.get_samples(max(schedule.groups_per_round, schedule.rollout_batch_size))
         self.run.submit([prompt_of(group) for group in groups], first=groups[0][0].group_index)

@@ -257,8 +257,7 @@ def to_trl(samples: list[TrainSample]) -> dict[str, list[Any]]:
 
 
 def is_complete(checkpoint: Path, step: int) -> bool:
-    """Whether TRL's checkpoint of that step is complete: a trainer killed while saving has not written the state file,
-    the last one."""
+    """Whether TRL's checkpoint of that step is complete, that is, has the state file, which TRL writes last."""
     try:
         return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step == step
     except (OSError, ValueError, TypeError):

@@ -14,7 +14,7 @@ from april.trainers.convert.expansion import Token, Value, Word, expand, expand_
 from april.util.errors import ConfigError
 
 MAX_WORDS = 100_000
-"""Most words of all commands of a script, expanded."""
+"""Maximum number of expanded words of all commands of a script."""
 UNKNOWN_ELEMENTS = "[@]"
 """Suffix of a word's text that marks the word as standing for unknown elements of an array."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)

@@ -29,7 +29,7 @@ COLLECTION_ENDS = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.Blo
 MAX_LIST_CHARACTERS = 4096
 """Longest list in the text of an option."""
 MAX_VALUES = 100_000
-"""Most values of options, those in lists counted one by one."""
+"""Maximum number of option values; each element of a list counts as one."""
 
 
 @dataclass

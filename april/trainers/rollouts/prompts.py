@@ -31,7 +31,7 @@ HEAD_BYTES = 160
 NAME_BYTES = 66
 """Bytes of an image's name in a message."""
 MAX_MESSAGE_IMAGES = 256
-"""Most images of the prompts in one message: the broker keeps an image for ten minutes before a prompt names it."""
+"""Maximum number of images in one message: the broker forgets an image that no prompt names for ten minutes."""
 WORKING_FOLDER = Path()
 """Folder from which relative paths of images are resolved."""
 
@@ -176,7 +176,7 @@ class PromptEncoder:
 
 
 def is_said(prompt: PromptText) -> TypeGuard[str | list[dict]]:
-    """Whether a prompt is text or chat messages; otherwise it is token ids."""
+    """Whether a prompt is text or chat messages, and not token ids."""
     return isinstance(prompt, str) or bool(len(prompt) and isinstance(prompt[0], dict))
 
 

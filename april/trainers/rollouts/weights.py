@@ -58,7 +58,7 @@ def named_tensors(weights: Weights) -> Iterable[tuple[str, Tensor]]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, which is there after `await_copies`."""
+    """A whole copy on the CPU, complete after `await_copies`; floats on an accelerator are rounded to bfloat16."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu" and tensor.is_floating_point():
         tensor = tensor.to(torch.bfloat16)

@@ -103,7 +103,7 @@ class Engine(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a prompt and its response together."""
+        """Maximum number of tokens of a prompt and its response together."""
 
     @property
     def generated_tokens(self) -> int:

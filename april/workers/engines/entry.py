@@ -97,7 +97,7 @@ class EngineEntry:
 
     @classmethod
     def devices(cls, config: Config) -> int:
-        """Accelerators per worker, if workers run on accelerators."""
+        """Number of accelerators per worker, if workers run on accelerators."""
         return 1
 
     @classmethod
@@ -173,7 +173,7 @@ class EngineEntry:
 
 
 def devices_wanted(config: Config) -> tuple[int, int]:
-    """(accelerators of the learner, accelerators of one worker). The device `auto` counts as an accelerator."""
+    """(number of accelerators of the learner, of one worker). The device `auto` counts as an accelerator."""
     per_worker = ENGINES.find(config.worker.engine).devices(config) if config.worker.device != "cpu" else 0
     return config.learner.ranks if config.learner.device != "cpu" else 0, per_worker
 

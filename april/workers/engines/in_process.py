@@ -36,7 +36,7 @@ class RunningRequest:
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of the tokens not returned in a chunk yet."""
     supports: list[np.ndarray] = field(default_factory=list)
-    """Supports of the same tokens, int32 [S] each, if the request asks for them."""
+    """Supports of the tokens in `logprobs`, int32 [S] each, if the request asks for them."""
 
 
 class Next(NamedTuple):
@@ -50,7 +50,7 @@ class Next(NamedTuple):
 
 
 class InProcessEngine(EngineEntry):
-    """Implements `Engine`; the class is its own registry entry."""
+    """Base class of engines in the worker's own process: implements `Engine`, and is its own registry entry."""
 
     ready = True
     kv_tokens = None

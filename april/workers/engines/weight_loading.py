@@ -150,7 +150,7 @@ def type_rounding(*dtypes: str) -> float:
 
 def expected_rounding(canary: Canary, dtype: str) -> float:
     """Mean difference by rounding between a learner that published `canary` and an engine in `dtype` (nats): as the
-    learner has measured it, if both have at least 16 bits and one has no more."""
+    learner has measured it, if one data type has 16 bits and the other at least as many."""
     by_type = type_rounding(dtype, canary.dtype)
     is_16_bit = ROUNDING["float32"] < by_type < OTHER_ROUNDING
     return max(MIN_ROUNDING_16, canary.rounding) if is_16_bit and canary.rounding else by_type
@@ -318,7 +318,7 @@ class UpdateHold:
         self._since: float | None = None
         """Time at which the current update was first put off; None if none is."""
         self.active = False
-        """Whether an update is put off, as `holds` last said."""
+        """Whether an update is put off, as `holds` last returned."""
 
     def is_awaited(self, version: Version | None) -> bool:
         """Whether held-out samples wait for a worker with `version`."""

@@ -21,7 +21,7 @@ from april.workers.environments.process import (
 )
 
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""Character to which the end of a turn decodes that was cut within a multi-byte character."""
+"""U+FFFD, as which the tokeniser decodes an incomplete character at the end of a cut turn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class EnvironmentTurns:
         self.turn_end_token_ids = turn_end_ids(section.turn_ends, tokenizer)
         """Token ids that end a turn; they may also be end-of-text tokens."""
         self.response_stops = frozenset(config.sampling.stop_token_ids)
-        """Token ids that end the response beside the tokeniser's end tokens."""
+        """Token ids that end the response in addition to the tokeniser's end tokens."""
         self.stop_token_ids = self.turn_end_token_ids | tokenizer.eos_token_ids | self.response_stops
         """Token ids that end a turn or the response."""
         self.max_tokens = section.max_turn_tokens or math.inf

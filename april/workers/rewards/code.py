@@ -202,7 +202,7 @@ def pairs_in(content: dict, function: str, owner: str) -> Iterator[Test]:
 
 
 def literal(text: str, or_text: bool = False) -> Any:
-    """The value of one line of JSON, or of a Python literal. `or_text`: anything else is the text itself."""
+    """The value of one line of JSON, or of a Python literal. `or_text`: any other text is its own value."""
     try:
         return parsed(text)
     except json.JSONDecodeError:
@@ -351,8 +351,8 @@ def run_limited(program: str, given: str, rules: RewardRules, entry: str = "") -
 
 NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 TOLERANCE = Decimal("1e-6")
-"""Largest relative error of a number that is expected with a decimal point, and largest absolute error of one that
-rounds to all its digits."""
+"""Maximum relative error of a number that is expected with decimals; for a number that rounds to the expected digits,
+also the maximum absolute error."""
 
 
 def is_wanted_text(text: str, wanted: str) -> bool:

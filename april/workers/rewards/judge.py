@@ -29,7 +29,7 @@ OPERATORS = {*COMPARISONS, *BOTH_WAYS, *(f"i{name}" for name in BOTH_WAYS), "and
 
 
 class HeldValue:
-    """Handle of an object in the program's process, which can be used there like the object itself."""
+    """Handle of an object in the program's process. Tests use it like the object itself."""
 
     __slots__ = ("_judge_ask", "_judge_number", "_judge_origin")
 

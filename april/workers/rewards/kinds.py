@@ -44,7 +44,7 @@ def are_opposed(label: str, answer: str) -> bool:
 
 
 def have_opposites(one: set[str], other: set[str]) -> bool:
-    """Whether each of two sets of words has one of a pair of opposites, and they are not the same."""
+    """Whether two sets of words have different words of one pair of opposites."""
     pairs = ((pair & one, pair & other) for pair in OPPOSITES)
     return any(first and second and first.isdisjoint(second) for first, second in pairs)
 

@@ -32,7 +32,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 ANSWER_CHARACTERS = 2000
 """Longest answer that is parsed (characters)."""
 DEEPEST = 50
-"""Most brackets inside each other in an answer that is parsed; the parser's time grows with them."""
+"""Maximum depth of nested brackets in an answer that is parsed; the parser's time grows with the depth."""
 TAIL_CHARACTERS = 300
 """Number of characters at the end of a response in which DAPO looks for the answer."""
 RESPONSE_MARK = "###Response"

@@ -74,7 +74,7 @@ def overlong(item: Item, rules: RewardRules) -> float:
 
 ERROR_CHARACTERS = 500
 NAME_CHARACTERS = 128
-"""Most characters in the name of a token score, as on the wire."""
+"""Maximum number of characters in the name of a token score, as in the wire protocol."""
 BATCH_ITEMS = 32
 WARM_UP_LABEL = "1"
 """Label of the made-up item on which slow verifiers are warmed up."""

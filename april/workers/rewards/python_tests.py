@@ -230,7 +230,7 @@ class LabelReader:
         return known and any({"candidate", name} <= self.compared(node) for node in self.nodes)
 
     def compared(self, node: ast.AST) -> set[str]:
-        """Names in what an assertion compares."""
+        """Names in the operands that an assertion compares."""
         return {use.id for each in operands_of(node) for use in self.uses_in(each)}
 
     def helpers(self) -> set[str]:

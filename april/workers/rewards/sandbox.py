@@ -246,7 +246,7 @@ PREFIX = "april-program-"
 REMOVAL_S = 1.0
 """Longest time that removing folders takes after a program (s). What is left then is removed after later programs."""
 LEFT_S = 60.0
-"""Age from which a program's folder that no process has locked is left over from a killed verifier (s)."""
+"""Age from which a program's folder that no process has locked counts as left over from a killed verifier (s)."""
 NAMESPACE_END_S = 10.0
 """Longest wait for the end of all processes of a program (s)."""
 
@@ -419,7 +419,7 @@ def end_all(process: subprocess.Popen, everything: bool) -> None:
     """Kill all processes of a program, and wait for their end.
 
     The first process of a namespace ends only after all others in it, so killing that one is enough. `everything`:
-    there is no namespace; all children of this process are killed, but for programs that run beside it.
+    there is no namespace, so all children of this process are killed, except other running programs.
     """
     first = [] if everything else children(process.pid)
     for pid in first:

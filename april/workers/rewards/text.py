@@ -21,7 +21,7 @@ SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^|\uff5c<>]{1,40}[|\uff5c]>|</?s>|<eos>|
 """Regular expression for a special token that begins or ends a text or a turn."""
 END_TOKEN = re.compile(rf"(?:{SPECIAL_TOKEN.pattern})\s{{0,8}}\Z")
 END_TOKEN_CHARACTERS = 60
-"""Most characters of an end token with the white space after it."""
+"""Maximum number of characters of an end token with the white space after it."""
 
 
 def without_end(response: str) -> str:
@@ -93,7 +93,7 @@ MODAL = (
 IS = rf"(?:{MODAL}|is{SURELY}|would{SURELY}\s+be)"
 """Regular expression for "is", "must be", "should therefore be" and the like."""
 REJECTED = r"(?:\s+(?i:not)\b[^.\n]{1,40}?\b(?i:but)(?:\s+(?i:rather))?\b)?"
-"""Regular expression for what is said not to be chosen, as in "not A but B"."""
+"""Regular expression for a choice that is rejected before the chosen one, as in "not A but B"."""
 ENDING = r"(?=\W*(?:\n|$)|\W{0,3}[.,;)]|\W*\s(?:because|since|as)\b)"
 """Regular expression for what follows a letter that ends its clause."""
 CHOICE_PHRASES = tuple(

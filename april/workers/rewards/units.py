@@ -139,7 +139,7 @@ PRICE = re.compile(r"\\?(?P<sign>[$\u20ac\u00a3])(?P<value>[^$\u20ac\u00a3]*\d[^
 COMMAND = re.compile(r"\\[a-zA-Z]")
 SUMMAND = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 SUMMANDS = re.compile(rf"\s*{SUMMAND.pattern}(?:(?:\s|,|\\[,;: ]|\band\b)*{SUMMAND.pattern})+\s*")
-"""Regular expressions for a number with its unit, and for several of them."""
+"""Regular expression for several numbers with their units in a row, such as 1 hour 30 minutes."""
 LONGEST = 200
 """Longest answer in which a unit is looked for (characters)."""
 BEHIND_BOX = re.compile(r"[,;!?\n$]|\.(?=\s|$)|\\[)\]]")

@@ -70,7 +70,7 @@ def find_verifier(name: str) -> BatchVerifier:
 
 
 def with_correct(verifier: BatchVerifier) -> BatchVerifier:
-    """A verifier of right and wrong responses whose scores say so in the detail `correct`."""
+    """The verifier, with the detail `correct` added to its scores: 1 for a right response, 0 for a wrong one."""
 
     def score(items: list[Item], rules: RewardRules) -> list[Score]:
         scores = verifier(items, rules)

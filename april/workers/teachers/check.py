@@ -19,14 +19,14 @@ from april.workers.teachers.process import checked
 from april.workers.teachers.servers import ServerTeacher
 
 PROBED_TOKENS = 256
-"""Most tokens in the text that a server scores before a run."""
+"""Maximum number of tokens in the text that a server scores before a run."""
 PROBE_S = 60.0
 """Longest time for scoring the probe text, seconds."""
 SAME = "take a teacher with the policy's tokeniser"
 
 
 def check_teacher(config: Config, name: str, section: TeacherSection) -> None:
-    """Refuse a teacher of an unknown kind or with another tokeniser than the policy's, and a server without answer."""
+    """Refuse a teacher of an unknown kind or with another tokeniser than the policy's, and a server that is silent."""
     key, kind = f"teacher.{name}", TEACHERS.find(section.kind, f"teacher.{name}.kind")
     if section.kind in TEACHERS.shipped and bool(section.url) != getattr(kind, "is_server", False):
         fix = "leave it out" if section.url else "set it to http://HOST:PORT"

@@ -48,7 +48,7 @@ class Teachers:
         self.config = config
         self._pools: dict[str, TeacherPool] = {}
         self._asked: dict[int, str] = {}
-        """Key of each score that lacks something -> name of its teacher."""
+        """Key of each score that is still without its verifiers' or its teacher's numbers -> name of its teacher."""
         self._scores: dict[int, AnyScore] = {}
         self._answers: dict[int, TeacherAnswer] = {}
 
@@ -60,8 +60,8 @@ class Teachers:
     def submit(
         self, key: int, name: str, prompt: np.ndarray, responses: Sequence[np.ndarray], starts: Sequence[int] = ()
     ) -> None:
-        """Ask a teacher for the log-probabilities of responses, int32 [R] each, to a prompt, int32 [P]; of each from
-        its token in `starts` on, if there are any."""
+        """Ask a teacher for the log-probabilities of responses, int32 [R] each, to a prompt, int32 [P]. `starts`: index
+        of the first token to be scored in each response; empty: 0 for all."""
         pool = self._pools.get(name)
         if pool is None:
             pool = self._pools[name] = TeacherPool(self.config, name)
@@ -91,8 +91,8 @@ class Teachers:
 
 
 def with_column(score: AnyScore, name: str, answer: TeacherAnswer) -> AnyScore:
-    """A score with the log-probabilities of a teacher as the token score of its name, and its most likely ids as
-    another, or with the teacher's error. Agents' sessions have one for each fork."""
+    """The score with a teacher's log-probabilities as the token score `name`, and its most likely ids as a further one;
+    an error if the teacher has failed. A score of agents' sessions has these for each fork."""
     if answer.error:
         return Score(score.key, None, answer.error)
     told = [{name: data} for data in answer.columns]

@@ -16,7 +16,7 @@ from april.workers.rewards.remote import TRIES_SHARE, post, secret
 from april.workers.teachers.messages import TeacherError, TeacherRules
 
 LONGEST_ANSWER_BYTES = 1 << 30
-"""Most bytes of an answer: a text of 262,144 tokens, with 20 ids of each, takes some 300 MB."""
+"""Maximum size of an answer: a text of 262,144 tokens, with 20 ids of each, takes some 300 MB."""
 
 
 class ScoredToken(NamedTuple):
@@ -41,7 +41,7 @@ class ServerTeacher:
         self.rules = rules
 
     def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
-        """The tokens of a text as the server scores them. Raises RemoteError, or LookupError for other fields."""
+        """The tokens of a text as the server scores them. Raises RemoteError, or LookupError if a field is missing."""
         raise NotImplementedError
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:

@@ -30,7 +30,7 @@ from april.workers.engines.embedded.slot_table import (
 from april.workers.engines.entry import check_request
 
 CPU_PREFILL_TOKENS = 512
-"""Most padded tokens in one prefill on a CPU, so that activations stay in the core's cache."""
+"""Maximum number of padded tokens in one prefill on a CPU, so that activations stay in the core's cache."""
 
 
 class TorchEngine:
@@ -179,7 +179,8 @@ class TorchEngine:
         return chunks + self._finish_step(step)
 
     def _begin_step(self, decoder: Decoder) -> DecodeStep | None:
-        """Admit and prefill what there is room for, and launch a decode step of all running slots; None without any."""
+        """Admit and prefill requests while there is room, and launch a decode step of the running slots; None if
+        none."""
         self._admit()
         if self._awaiting_prefill:
             self._prefill(decoder)

@@ -91,7 +91,7 @@ class Extents:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of queries that attend to their slots' extents; what `Decoder.decode` and `Decoder.fill` ask for."""
+    """Rows of queries that attend to their slots' extents: `rows` of `Decoder.fill`, or a group of `Decoder.decode`."""
 
     shape: DecoderShape
     keys_values: list[Tensor]
@@ -261,7 +261,7 @@ class FlatCache:
 
     def _grow(self, needed: int) -> bool:
         """Make room for an extent of `needed` tokens by enlarging the cache or, at its largest, by moving extents
-        together; whether anything has changed."""
+        together. Returns whether anything has changed."""
         if not self._most_tokens:
             self._most_tokens = self._room()
         size = self._extents.size
@@ -287,8 +287,8 @@ class FlatCache:
         return True
 
     def _room(self) -> int:
-        """Tokens for all slots' contexts, or as many as the free memory holds. Raises EngineError if that is less than
-        one context."""
+        """Number of tokens that all slots' contexts need, or that the free memory holds if that is less. Raises
+        EngineError if it does not hold one context."""
         # Extents of different sizes leave gaps until they are moved together.
         wanted = SCRATCH + self.slots * self.max_context
         if self.device.type != "cuda":
@@ -310,7 +310,7 @@ class FlatCache:
         return min(wanted, held)
 
     def _compact(self) -> bool:
-        """Move all extents to the front; whether one has moved."""
+        """Move all extents to the front. Returns whether one has moved."""
         front, moved = SCRATCH, False
         for slot in sorted(self.batch_order(), key=lambda slot: self._start_of[slot]):
             start, capacity = int(self._start_of[slot]), int(self._capacity_of[slot])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 LARGE_VOCABULARY, BLOCK = 2048, 128
-"""Number of tokens from which a vocabulary is searched by blocks, and tokens of a block."""
+"""Vocabulary size from which `draw` searches it block by block, and tokens per block."""
 
 
 def mix(x: np.ndarray) -> np.ndarray:

@@ -143,7 +143,7 @@ class DecodeStep:
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device, in the type that it has; the host does not wait for an accelerator."""
+    """A copy of `values` on the device, with their dtype; the host does not wait for the copy to an accelerator."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

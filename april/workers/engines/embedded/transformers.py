@@ -40,13 +40,13 @@ from april.workers.engines.weight_loading import type_rounding
 log = logging.getLogger(__name__)
 
 MAX_BATCHES = 8
-"""Most batches that decode at a time; a request waits until it can be prefilled in another."""
+"""Maximum number of batches that decode at a time; further requests wait until one of them has ended."""
 PREFILL_TOKENS = 16384
-"""Most tokens, padding included, that are prefilled in one batch, unless a single context is longer."""
+"""Maximum number of tokens, padding included, prefilled in one batch, unless a single context is longer."""
 TRIAL_LENGTH, TRIAL_STEPS = 9, 8
 """Longest context, and tokens after it, in which decoding with a cache is compared with a whole forward pass."""
 UNBOUNDED_CONTEXT = 1 << 20
-"""Context of a model whose config.json names no longest one, such as a state space model (tokens)."""
+"""Longest context of a model whose config.json names none, such as a state space model (tokens)."""
 
 
 def read_config(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
@@ -112,13 +112,13 @@ class TransformersEngine(InProcessEngine):
     # --- weights --------------------------------------------------------------------------------------------------
 
     def check_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """The names and shapes are checked by transformers, in `set_weights`."""
+        """Check nothing: transformers checks names and shapes in `set_weights`."""
         for name, tensor in tensors.items():
             if not is_finite(tensor):
                 raise EngineError(f"tensor {name!r} has values that are not finite; the learner must not publish it")
 
     def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make a model of the tensors, as transformers loads them from files, and replace the former one by it."""
+        """Build a model from the tensors, as transformers does from files, and replace the former model by it."""
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             lm, found = self._kind.from_pretrained(
@@ -247,7 +247,7 @@ class TransformersEngine(InProcessEngine):
 
 
 def is_padded_exactly(config: PreTrainedConfig) -> bool:
-    """Whether tokens that are masked change nothing: every layer attends to keys, and none carries a state on."""
+    """Whether masked padding changes no result: every layer is attention, and none has a recurrent state."""
     kinds = (DynamicLayer, DynamicSlidingWindowLayer)
     return all(type(layer) in kinds for layer in DynamicCache(config=config).layers)
 

@@ -54,7 +54,7 @@ WORKER_STALL_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 """Time the server has to answer a probe (s)."""
 VERIFY_EVERY = 20
-"""Weight updates between two comparisons of the server's checksums with those of the sent weights."""
+"""Number of weight updates from one comparison of the server's checksums with those of the sent weights to the next."""
 
 
 class SGLangEngine(ServerRequests):
@@ -115,7 +115,7 @@ class SGLangEngine(ServerRequests):
 
     @property
     def queued(self) -> int:
-        """Requests queued here, and in the server by its last report."""
+        """Number of requests queued in this engine and, by its last report, in the server."""
         return len(self._queue) + min(self._capacity.waiting, len(self._streaming))
 
     @property

@@ -61,7 +61,7 @@ class ServerEntry(EngineEntry):
 
     @classmethod
     def devices(cls, config: Config) -> int:
-        """Accelerators per worker; 0 for external servers."""
+        """Number of accelerators per worker; 0 for external servers."""
         engine = config.engine
         return 0 if engine.url else engine.servers * engine.tensor_ranks
 

@@ -44,7 +44,7 @@ HOST = "127.0.0.1"
 PORTS = range(20_000, 30_000)
 """Ports for servers, outside Linux's default ephemeral range: a server binds its port up to minutes after the check."""
 PORTS_TRIED = 3
-"""Ports tried in turn, if another process binds the chosen one first."""
+"""Number of ports tried in turn, if another process binds the chosen one first."""
 IMAGES_AS_SENT = {"SGLANG_MM_AVOID_RETOKENIZE": "1", "SGLANG_VLM_CACHE_SIZE_MB": "0"}
 """Environment variables by which SGLang keeps the tokens around images as they are sent, and caches no embeddings of
 images, which would outlive a weight update."""
@@ -271,7 +271,7 @@ SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
 )  # fmt: skip
-"""Keys of config.json that must agree between two folders of one model."""
+"""Keys of config.json that must agree between the server's model folder and the run's."""
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 

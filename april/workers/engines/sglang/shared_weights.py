@@ -103,7 +103,7 @@ class ServerShare(WeightSource):
         return self.held is None and self.loading is None and self._staged is None
 
     def receive(self, staged: StagedWeights, barrier: "ServerBarrier | None") -> None:
-        """Stage this server's share of a version, which it receives with the others of `barrier`, if given."""
+        """Stage a version for this server. If `barrier` is given, its servers receive the version together."""
         self._barrier = barrier
         if barrier:
             return self.stage(replace(staged, post=barrier.post, meet=barrier.meet))
