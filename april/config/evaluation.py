@@ -69,12 +69,18 @@ class EvaluationSection(Section):
         ge=0,
         description="Sampling temperature of evaluation samples; 0: greedy. A high value gives more diverse responses.",
     )
-    top_k: int = Field(0, ge=0, description="Evaluation samples among this many likeliest tokens; 0: all.")
+    top_k: int = Field(
+        0,
+        ge=0,
+        description="Number of likeliest tokens among which evaluation samples; 0: all. A low "
+        "value gives less diverse responses.",
+    )
     top_p: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="Evaluation samples among the likeliest tokens that reach this probability mass; 1: all.",
+        description="Probability mass of the likeliest tokens among which evaluation samples; 1: all. A low value "
+        "gives less diverse responses.",
     )
     share: float = Field(
         0.5,

@@ -178,7 +178,12 @@ class LearnerSection(Section):
         description="Longest time without progress of a call to the checkpoint store, which is then retried up to "
         "three times (seconds). A high value notices a dead store late.",
     )
-    threads: int = Field(1, ge=1, description="CPU threads of each learner rank. Other parts do not have these cores.")
+    threads: int = Field(
+        1,
+        ge=1,
+        description="CPU threads of each learner rank. More speed up its work on a CPU; "
+        "other parts do not have these cores.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Device of the learner's ranks. auto: accelerators where there are any, otherwise CPUs."
     )

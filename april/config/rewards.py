@@ -70,7 +70,10 @@ class RewardSection(Section):
         "again.",
     )
     processes: int = Field(
-        1, ge=1, description="Verifier processes of each worker, or of each scorer. Each takes its own memory."
+        1,
+        ge=1,
+        description="Verifier processes of each worker, or of each scorer. More score more responses at a "
+        "time; each takes its own memory.",
     )
     memory_mb: int = Field(
         4096,

@@ -59,7 +59,11 @@ class WorkerSection(Section):
         description="Restarts of a worker in a row in which it delivers nothing, after which the run fails. A low "
         "value ends the run at a fault that would have passed, a high one spends long on one that will not.",
     )
-    threads: int = Field(1, ge=1, description="CPU threads of an engine. Other parts do not have these cores.")
+    threads: int = Field(
+        1,
+        ge=1,
+        description="CPU threads of an engine. More speed up its work on a CPU; other parts do not have these cores.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="Device of an engine in the worker's process. auto: an accelerator where there is one, otherwise "
@@ -185,7 +189,10 @@ class ScorerSection(Section):
     """Processes that only score responses, with `reward.where = "scorer"`."""
 
     count: int = Field(
-        1, ge=1, description="Scorer processes that `april run` starts, each with reward.processes verifier processes."
+        1,
+        ge=1,
+        description="Scorer processes that `april run` starts, each with reward.processes verifier "
+        "processes. More score more responses at a time, on more cores.",
     )
     leases: int = Field(
         64,
@@ -254,7 +261,8 @@ class TeacherSection(Section):
     processes: int = Field(
         1,
         ge=1,
-        description="Processes of each scorer that ask the teacher; each holds the model if it is a model folder.",
+        description="Processes of each scorer that ask the teacher. More score more responses at a time; each holds "
+        "the model if it is a model folder.",
     )
     timeout_s: float = Field(
         600.0,
@@ -305,7 +313,12 @@ class EnvironmentSection(Section):
         description="Whether the environment sees the special tokens of a turn, such as a tool call's; an end token at "
         "its end is left out in any case.",
     )
-    processes: int = Field(1, ge=1, description="Environment processes of each worker. Each takes its own memory.")
+    processes: int = Field(
+        1,
+        ge=1,
+        description="Environment processes of each worker. More answer more turns at a "
+        "time; each takes its own memory.",
+    )
     memory_mb: int = Field(
         4096,
         ge=256,

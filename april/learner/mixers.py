@@ -83,8 +83,9 @@ class Row:
 
 
 def with_buffers_alike(mixer: nn.Module) -> Callable:
-    """The forward pass of a mixer whose own buffers that are saved with the weights, such as MiniMax's decays, have the
-    dtype of its weights during it, as transformers loads them; outside of it they keep what the files say."""
+    """The forward pass of a mixer, wrapped so that its persistent buffers, such as MiniMax's decays, have the dtype of
+    its weights while it runs, as transformers loads them. At other times they keep the values and dtype of the
+    files."""
     forward, saved = mixer.forward, mixer.state_dict().keys()
     buffers = [name for name, each in mixer.named_buffers(recurse=False) if name in saved and each.is_floating_point()]
 

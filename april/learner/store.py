@@ -258,7 +258,7 @@ class CheckpointStore:
         self.prune(besides)
 
     def prune(self, besides: Collection[int]) -> None:
-        """Remove all checkpoints but the newest `keep` and those of the steps `besides`, on every disk and of the
+        """Remove all checkpoints but the newest `keep` and those of the steps `besides`, on every disk and among the
         copies."""
         if self.disks.is_leader:
             checkpoint.prune(self.directory, self.keep, besides)

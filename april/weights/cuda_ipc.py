@@ -2,7 +2,7 @@
 ring of slots into which the learner copies what the worker copies out. So weights reach the worker without the host.
 
 The handle of the ring goes over the Unix socket of `SharedMemoryTransport`, which takes processes of the same user
-only, and so does the word on which slots are full or empty.
+only, and so do the messages that say which slots are full or empty.
 """
 
 import contextlib

@@ -42,8 +42,8 @@ COMPARED_VALUES = 2**18
 LEVEL = 1
 """Compression level of zstd; level 3 takes longer and saves nothing on these payloads."""
 MOST_SPARSE = 0.5
-"""Largest share of changed values in a sparse block: there the XOR of all values becomes smaller (measured on values
-that are one unit in the last place apart)."""
+"""Largest share of changed values in a sparse block; above it the XOR of all values takes fewer bytes (measured on
+values that are one unit in the last place apart)."""
 LENGTH = struct.Struct("<Q")
 SPARSE, XOR, WHOLE = "sparse", "xor", "whole"
 DISTANCE = np.dtype("<u4")
