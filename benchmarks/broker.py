@@ -12,15 +12,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from broker_peers import april_side, restart, soak, stream, worker_side
-from broker_peers.load import BenchmarkError, Load, Measured
+from broker_peers import restart, soak, stream, worker_side
+from broker_peers.load import BenchmarkError
 from broker_peers.stream import Stream, Streamed
 from common import Row, in_turns, parser, report
 
-FULL = Load(producers=16, in_flight=8, window_s=5.0)
 TURNS = 3
 STREAMS = (Stream(16, 256), Stream(64, 64), Stream(1000, 100, window_s=20.0, warmup_s=40.0))
 """Workers and the sequences of each."""
@@ -38,40 +36,27 @@ class Turns:
     def count(self) -> range:
         return range(1 if self.quick else TURNS)
 
-    def load(self, load: Load | Stream) -> Load | Stream:
-        return replace(load, window_s=2.0) if self.quick else load
-
     @contextlib.contextmanager
     def folder_of_its_own(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="april-broker-", dir=self.folder) as folder:
             os.sync()
             yield Path(folder)
 
-    def take(self, side: Callable, load: Load, *arguments, **options):
+    def take(self, side: Callable, load: Stream, **options) -> Streamed:
         with self.folder_of_its_own() as folder:
-            result = side(self.load(load), folder, *arguments, **options)
-        print(f"  {side.__module__.rpartition('.')[2]} {load}: {described(result)}", file=sys.stderr, flush=True)
-        return result
-
-
-def described(result) -> str:
-    measured = result[0] if isinstance(result, tuple) else result
-    if isinstance(measured, Streamed):
-        submit_ms, server_us = p99(measured.submit_ms), measured.cpu_us
-        return (
-            f"{measured.chunks_per_s:,.0f} chunks/s, submit p99 {submit_ms:.0f} ms, server {server_us:.1f} us a chunk"
+            run = side(replace(load, window_s=2.0) if self.quick else load, folder, **options)
+        figures = (
+            f"{run.chunks_per_s:,.0f} chunks/s, submit p99 {p99(run.submit_ms):.0f} ms, server {run.cpu_us:.1f} us"
         )
-    if not isinstance(measured, Measured):
-        return f"{measured:,.0f} records/s"
-    submit_ms, server_us = p99(measured.submit_ms), measured.server_us
-    return f"{measured.records_per_s:,.0f} records/s, submit p99 {submit_ms:.1f} ms, server {server_us:.0f} us a record"
+        print(f"  {side.__module__.rpartition('.')[2]} {load}: {figures} a chunk", file=sys.stderr, flush=True)
+        return run
 
 
 def p99(values: np.ndarray) -> float:
     return float(np.percentile(values, 99))
 
 
-def compare(turns: Turns, load: Load | Stream, ours: Callable, theirs: Callable) -> list[tuple[Any, Any]]:
+def compare(turns: Turns, load: Stream, ours: Callable, theirs: Callable) -> list[tuple[Streamed, Streamed]]:
     """Pairs (ours, theirs), taking turns at going first."""
     pairs = []
     for turn in turns.count():
@@ -81,23 +66,6 @@ def compare(turns: Turns, load: Load | Stream, ours: Callable, theirs: Callable)
 
 
 # --- the figures ----------------------------------------------------------------------------------------------
-
-
-def control_rows(turns: Turns) -> list[Row]:
-    runs = [turns.take(april_side.measure_with_pings, FULL) for _ in turns.count()]
-    return [
-        Row("control_p99_ms", [p99(round_trips_ms) for _, round_trips_ms in runs], "ms"),
-        Row(f"submit_p99_ms_{FULL}", [p99(run.submit_ms) for run, _ in runs], "ms"),
-    ]
-
-
-def curve_rows(turns: Turns) -> list[Row]:
-    pairs = compare(turns, FULL, april_side.measure_encrypted, april_side.measure)
-    rows = [Row(f"curve_ratio_{FULL}", [on.records_per_s / off.records_per_s for on, off in pairs], "ratio")]
-    for name, runs in zip(("curve_on", "curve_off"), zip(*pairs, strict=True), strict=True):
-        rows.append(Row(f"{name}_{FULL}", [run.records_per_s for run in runs], "records/s"))
-        rows.append(Row(f"{name}_server_us_{FULL}", [run.server_us for run in runs], "us"))
-    return rows
 
 
 def batched_rows(turns: Turns) -> list[Row]:
@@ -154,8 +122,6 @@ def worker_rows(turns: Turns) -> list[Row]:
 
 
 FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
-    ("control_p99_ms", "submit_p99_ms_16x8"): control_rows,
-    ("curve_ratio_16x8",): curve_rows,
     ("restart_10gb_s",): restart_rows,
     ("worker_cpu_us_per_chunk",): worker_rows,
     ("redis_ratio_stream", "cpu_us_per_chunk_16x256", "gpus_per_broker_16x256", "submit_p99_ms_stream"): batched_rows,

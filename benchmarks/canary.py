@@ -16,11 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import canary_bf16
 import numpy as np
 import torch
 import torch.distributed as dist
-from canary_bf16 import passes
 from common import Row, parser, report, start_sglang
 
 from april.config import Config
@@ -36,7 +34,7 @@ from april.workers.engines.base import Engine
 from april.workers.engines.conformance.scores import FAULTS
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.weight_loading import WeightCheck
+from april.workers.engines.weight_loading import WeightCheck, WrongWeights
 
 CPU = torch.device("cpu")
 QUICKSTART_LR = 5e-4
@@ -70,7 +68,6 @@ def main() -> None:
                 stale_tensors_seen("lr_1e-6", engine, train(policy, Path(folder), seed=0, lr=SMALL_LR)),
             ]
         rows += cost(policy, Path(folder), costs, given.quick)
-        rows += canary_bf16.rows(Path(folder), given.quick)
     report(rows, given.json)
 
 
@@ -167,6 +164,16 @@ def measure(name: str, engine: Engine, runs: list[list[Published]]) -> Iterator[
     yield Row(f"canary_false_alarms_{name}", alarms, "alarms", of=sum)
     yield Row(f"canary_noise_mean_{name}", noise, "nats", of=max)
     yield Row(f"canary_noise_largest_{name}", largest, "nats", of=max)
+
+
+def passes(engine: Engine, check: WeightCheck, published: Published, held: dict[str, torch.Tensor]) -> bool:
+    """Whether an engine that holds these tensors passes for one with the published version, by its scores."""
+    engine.load_weights(published.version, held)
+    try:
+        check.judge(published.staged(), published.canary, engine.score(published.canary.text), engine.dtype)
+    except WrongWeights:
+        return False
+    return True
 
 
 def sum_over_engines(rows: list[Row], name: str) -> Row:

@@ -1,4 +1,4 @@
-"""Parts that all sides of the broker benchmark share: the record, the load, and the processes that make it."""
+"""Parts that all sides of the broker benchmark share: the load, and the processes that make it."""
 
 import math
 import multiprocessing
@@ -11,12 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
-import numpy as np
 from common import processor_s
-
-RECORD_TOKENS = 8192
-"""A result: this many ids (int32) and log-probabilities (float32), 64 KB in one piece."""
-PROMPT_TOKENS = 128
 
 START_S = 120.0
 """Longest wait for the processes of a measurement to be ready, and to end (seconds)."""
@@ -42,18 +37,6 @@ class Load:
         return f"{self.producers}x{self.in_flight}"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Results of one side under a load, within the window."""
-
-    records_per_s: float
-    """Records that a consumer has read and acknowledged."""
-    submit_ms: np.ndarray
-    """float [records]: time from sending a result to its durable acknowledgement."""
-    server_us: float
-    """Processor time of the server's process for one record."""
-
-
 def in_own_process(work: Callable, *arguments) -> Any:
     """The result of `work(*arguments)` in a new process, for what needs one: threads, sockets, a death."""
     mine, theirs = PROCESSES.Pipe()
@@ -70,13 +53,6 @@ def in_own_process(work: Callable, *arguments) -> Any:
 
 def _tell(pipe: Connection, work: Callable, arguments: tuple) -> None:
     work(pipe.send, *arguments)
-
-
-def record(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A random result: (ids int32, log-probabilities float32), [RECORD_TOKENS] each."""
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, 150_000, RECORD_TOKENS, dtype=np.int32)
-    return ids, -rng.exponential(1.0, RECORD_TOKENS).astype(np.float32)
 
 
 class Window:
@@ -182,19 +158,3 @@ def _member(pipe: Connection, work: Callable, window: Window, arguments: tuple) 
         pipe.send(("result", work(lambda: pipe.send(("ready", None)), window, *arguments)))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
-
-
-def steady_rate(acknowledged: list[tuple[float, int]]) -> float:
-    """Records/s from (instant, records) of the window: those after the first instant over the time they took."""
-    acknowledged = sorted(acknowledged)
-    if len(acknowledged) < 2:
-        raise BenchmarkError("fewer than two acknowledgements in the window; measure for longer")
-    records = sum(count for _, count in acknowledged[1:])
-    return records / (acknowledged[-1][0] - acknowledged[0][0])
-
-
-def measured(
-    load: Load, acknowledged: list[tuple[float, int]], submit_ms: list[np.ndarray], server_s: float
-) -> Measured:
-    rate = steady_rate(acknowledged)
-    return Measured(rate, np.concatenate(submit_ms), server_s / (rate * load.window_s) * 1e6)

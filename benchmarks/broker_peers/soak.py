@@ -18,7 +18,7 @@ from common import Row, processor_s
 from april import wire
 from april.observe.operate import content
 
-from .april_side import PATIENCE_S, Endpoint, Member, consume, serving, write_run
+from .april_side import PATIENCE_S, Member, consume, serving, write_run
 from .load import BenchmarkError, Crew, Load
 from .stream import GROUP_SIZE, PROMPT_TOKENS, Stream, run_sessions, schedule
 
@@ -47,7 +47,7 @@ def endure(stream: Stream, folder: Path) -> list[Row]:
         address, frontier, granting = broker.address(), RawValue(c_long, 0), RawValue("b", 0)
         alone = rss_bytes(broker.pid)
         in_flight = [RawValue(c_long, 0) for _ in range(stream.processes)]
-        crew.add(consume, Endpoint(address), frontier)
+        crew.add(consume, address, frontier)
         for number in range(stream.processes):
             crew.add(run_sessions, address, number, stream, frontier, granting, in_flight[number], True)
         crew.all_ready(within_s=600.0)
@@ -91,7 +91,7 @@ def wait_until_all(in_flight, stream: Stream, crew: Crew) -> None:
 
 def look(address: str, rss: int, in_hands: int) -> int:
     """Say where samples are; how many the ledger holds, but those of the batch that the learner has."""
-    member = Member(Endpoint(address), "monitor", "looks")
+    member = Member(address, "monitor", "looks")
     status = content(member.connection.request(wire.StatusRequest(), PATIENCE_S))
     member.leave()
     states, ready = status["queues"]["training"], GROUP_SIZE * status["groups_complete"]

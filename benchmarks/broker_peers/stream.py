@@ -26,7 +26,7 @@ from april.wire.rows import TABLE
 from april.wire.sockets import base
 from april.wire.sockets.control import HEARTBEAT_S
 
-from .april_side import Endpoint, consume, ping, serving, write_run
+from .april_side import consume, ping, serving, write_run
 from .load import BenchmarkError, Crew, Load, Window
 
 GROUP_SIZE, BATCH_GROUPS = 8, 64
@@ -110,12 +110,12 @@ def measure(stream: Stream, folder: Path, pings: bool = False) -> Streamed:
     """Against a new broker in an empty folder."""
     config = write_run(folder, schedule(stream), stream.longest, prompt_tokens=PROMPT_TOKENS)
     with serving(config) as broker, Crew() as crew:
-        endpoint, frontier, granting = Endpoint(broker.address()), RawValue(c_long, 0), RawValue("b", 0)
-        crew.add(consume, endpoint, frontier)
+        address, frontier, granting = broker.address(), RawValue(c_long, 0), RawValue("b", 0)
+        crew.add(consume, address, frontier)
         if pings:
-            crew.add(ping, endpoint)
+            crew.add(ping, address)
         for number in range(stream.processes):
-            crew.add(run_sessions, endpoint.address, number, stream, frontier, granting, RawValue(c_long, 0))
+            crew.add(run_sessions, address, number, stream, frontier, granting, RawValue(c_long, 0))
         crew.all_ready()
         granting.value = 1
         load = Load(stream.sessions, stream.sequences, stream.window_s, stream.warmup_s)

@@ -21,7 +21,7 @@ from april.wire.sockets.broker import BrokerConnection
 from april.workers.engines.base import Chunk, Request
 from april.workers.worker import Worker
 
-from .april_side import LEAVE_MS, PATIENCE_S, Endpoint, consume, serving, write_run
+from .april_side import LEAVE_MS, PATIENCE_S, consume, serving, write_run
 from .load import Crew, Load, Window
 from .stream import PROMPT_TOKENS, Stream, schedule
 
@@ -30,19 +30,19 @@ def measure(stream: Stream, folder: Path) -> float:
     """Microseconds of processor time of the worker's process for each chunk; `stream` has one session."""
     config = write_run(folder, schedule(stream), stream.longest, prompt_tokens=PROMPT_TOKENS)
     with serving(config) as broker, Crew() as crew:
-        endpoint, frontier = Endpoint(broker.address()), RawValue(c_long, 0)
-        crew.add(consume, endpoint, frontier)
-        crew.add(work, endpoint, config, stream, frontier)
+        address, frontier = broker.address(), RawValue(c_long, 0)
+        crew.add(consume, address, frontier)
+        crew.add(work, address, config, stream, frontier)
         crew.all_ready()
         load_of = Load(stream.sessions, stream.sequences, stream.window_s, stream.warmup_s)
         _, (seconds, chunks) = crew.work(load_of, broker.pid)
     return seconds / chunks * 1e6
 
 
-def work(ready, window: Window, endpoint: Endpoint, config_file: Path, stream: Stream, frontier) -> tuple[float, int]:
+def work(ready, window: Window, address: str, config_file: Path, stream: Stream, frontier) -> tuple[float, int]:
     """Returns the processor time of the window (seconds), and its chunks."""
     engine = InstantEngine(stream)
-    connection = BrokerConnection(endpoint.address, "worker", "w0", uuid.uuid4().hex, PATIENCE_S, None)
+    connection = BrokerConnection(address, "worker", "w0", uuid.uuid4().hex, PATIENCE_S, None)
     feed = VersionFeed(window, engine, frontier)
     worker = feed.worker = Worker(load(config_file), engine, connection, [feed])
     ready()
@@ -108,7 +108,9 @@ class VersionFeed:
     and stops the worker at the end of the window."""
 
     is_loading = has_pending = False
-    receiver = SimpleNamespace(connect=lambda address, key: None, close=lambda: None, has_staged=False)
+    receiver = SimpleNamespace(
+        connect=lambda address, key: None, close=lambda: None, offer=lambda folders: None, has_staged=False
+    )
 
     def __init__(self, window: Window, engine: InstantEngine, frontier):
         self.window, self.engine, self.frontier = window, engine, frontier
