@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ctypes import c_long
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,9 +109,11 @@ class VersionFeed:
     and stops the worker at the end of the window."""
 
     is_loading = has_pending = False
+    loading_version = None
     receiver = SimpleNamespace(
-        connect=lambda address, key: None, close=lambda: None, offer=lambda folders: None, has_staged=False
-    )
+        connect=lambda address, key: None, close=lambda: None, offer=lambda folders: None,
+        put_off=lambda put: None, refused=Queue(), has_staged=False, staged_version=None,
+    )  # fmt: skip
 
     def __init__(self, window: Window, engine: InstantEngine, frontier):
         self.window, self.engine, self.frontier = window, engine, frontier
