@@ -69,6 +69,21 @@ def worker(publisher):
         each.end()
 
 
+@pytest.fixture
+def receive(publisher):
+    """receive(**options) -> the receiver of a worker in this process"""
+    made = []
+
+    def receive(**options):
+        made.append(WeightReceiver(publisher.config, "uid", "w0", "cpu", **options))
+        made[-1].connect(publisher.address)
+        return made[-1]
+
+    yield receive
+    for each in made:
+        each.close()
+
+
 @collective
 def test_a_channel_listens_only_at_the_learner_s_host_whatever_interface_its_ranks_use(publisher, worker, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
@@ -189,12 +204,6 @@ def test_a_bucket_is_on_its_way_before_the_last_has_arrived(monkeypatch):
     assert peer.under_way == [1, 2, 2] and len(peer.waits_s) == 3
 
 
-def test_a_version_larger_than_a_bucket_arrives_whole(publisher, worker):
-    first = worker("w0")
-    publisher.publish(Version(0, 0), {"a": torch.full((9_000_000,), 0.5)})
-    assert first.await_version(Version(0, 0)) == 4_500_000
-
-
 @pytest.mark.full
 @impatient
 def test_a_killed_worker_does_not_keep_the_others_from_their_weights(publisher, worker):
@@ -245,18 +254,16 @@ def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):
 
 
 @pytest.mark.full
-def test_a_worker_without_an_engine_has_no_channel_for_which_the_learner_would_wait(publisher):
+def test_a_worker_without_an_engine_has_no_channel_for_which_the_learner_would_wait(publisher, receive):
     up = [True]
     publisher.publish(Version(0, 0), weights(0))
-    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu", up=lambda: up[0])
-    receiver.connect(publisher.address)
+    receiver = receive(up=lambda: up[0])
     assert take(receiver).version == Version(0, 0)
     up[0] = False
     wait_until(lambda: not publisher._channels)
     assert publisher.publish(Version(0, 1), weights(1))["publish_late"] == 0
     up[0] = True
     assert take(receiver).version == Version(0, 1)
-    receiver.close()
 
 
 def test_a_worker_that_leaves_tells_the_learner(publisher, caplog):
@@ -271,10 +278,9 @@ def test_a_worker_that_leaves_tells_the_learner(publisher, caplog):
 
 
 @pytest.mark.parametrize("patience", [WeightsSection(publish_deadline_s=0.1)], ids=["hasty"])
-def test_a_late_worker_gets_the_last_version_before_the_learner_ends(publisher):
+def test_a_late_worker_gets_the_last_version_before_the_learner_ends(publisher, receive):
     publisher.publish(Version(0, 0), weights(0))
-    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
-    receiver.connect(publisher.address)
+    receiver = receive()
     late = take(receiver)
     draining = threading.Thread(target=publisher.drain)
     draining.start()
@@ -284,14 +290,12 @@ def test_a_late_worker_gets_the_last_version_before_the_learner_ends(publisher):
     draining.join(PATIENCE_S)
     assert not draining.is_alive()
     assert [channel.acknowledged for channel in publisher._channels.values()] == [late.version]
-    receiver.close()
 
 
 @pytest.mark.parametrize("patience", [WeightsSection(publish_deadline_s=5.0, transfer_deadline_s=1.0)], ids=["hasty"])
-def test_nobody_waits_for_a_worker_that_puts_its_update_off_and_it_keeps_its_channel(publisher):
+def test_nobody_waits_for_a_worker_that_puts_its_update_off_and_it_keeps_its_channel(publisher, receive):
     publisher.publish(Version(0, 0), weights(0))
-    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
-    receiver.connect(publisher.address)
+    receiver = receive()
     receiver.loaded(take(receiver).version)
     wait_until(lambda: publisher.publish(Version(0, 0), weights(0))["publish_workers"] == 1)
     receiver.put_off(True)
@@ -304,7 +308,6 @@ def test_nobody_waits_for_a_worker_that_puts_its_update_off_and_it_keeps_its_cha
     receiver.put_off(False)
     receiver.loaded(take(receiver).version)
     assert take(receiver).version == Version(0, 2)
-    receiver.close()
 
 
 @pytest.mark.full
@@ -340,31 +343,27 @@ def test_a_publish_without_workers_returns_at_once(publisher):
     assert publisher.publish(Version(0, 0), weights(0))["publish_workers"] == 0
 
 
-def test_the_canary_comes_with_its_version_and_the_learner_counts_engines_with_wrong_weights(publisher):
+def test_the_canary_comes_with_its_version_and_the_learner_counts_engines_with_wrong_weights(publisher, receive):
     """To one that comes late, too."""
     canary = Canary([3, 1, 2], [-0.5, -1.5], "float32")
     publisher.publish(Version(0, 0), weights(0), canary)
-    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
-    receiver.connect(publisher.address)
+    receiver = receive()
     staged = take(receiver)
     assert staged.canary == canary and staged.digest == publisher._snapshot.checksum
     receiver.refuse("these are others", wrong=True)
     wait_until(lambda: not publisher._channels)
     assert publisher.publish(Version(0, 1), weights(1))["publish_wrong"] == 1
     assert publisher.publish(Version(0, 2), weights(2))["publish_wrong"] == 0
-    receiver.close()
 
 
 @shared_memory
-def test_a_refused_worker_says_so_and_asks_again_only_after_a_while(publisher, monkeypatch, caplog):
+def test_a_refused_worker_says_so_and_asks_again_only_after_a_while(publisher, receive, monkeypatch, caplog):
     monkeypatch.setattr(SharedMemoryTransport, "_enter", refuse_all)
     publisher.publish(Version(0, 0), weights(0))
-    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
-    receiver.connect(publisher.address)
+    receive()
     wait_until(lambda: "no weights for this worker: elsewhere" in caplog.text)
     time.sleep(1.0)
     assert publisher._count == 1
-    receiver.close()
 
 
 def refuse_all(*arguments):

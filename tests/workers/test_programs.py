@@ -199,6 +199,10 @@ RIGHT = {
                        "try:\n    f(7)\n    assert False\nexcept Bad as e:\n    assert e.code == 7\n"
                        "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
                        "        with self.assertRaises(Bad): f(1)"),
+    "an argument that is changed": ("def f(n): n.sort()", "def f(n): pass", "x = [3, 1]\nf(x)\nassert x == [1, 3]"),
+    "a generator": ("def f(n):\n    yield 1\n    yield (2, {3})", "def f(n):\n    yield 1",
+                    "assert list(f(1)) == [1, (2, {3})]"),
+    "a long integer": ("def f(n): return 10 ** n", "def f(n): return 10", "assert f(5000) == 10 ** 5000"),
     "an own iterator": ("class Count:\n    def __init__(self, n): self.n = n\n"
                         "    def __iter__(self): return iter(range(self.n))\n"
                         "    def __len__(self): return self.n\n    def __getitem__(self, i): return i",

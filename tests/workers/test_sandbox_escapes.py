@@ -119,27 +119,6 @@ def test_a_right_program_passes_all_three_kinds_of_tests():
     assert reward(f"{FIBONACCI}\nprint(secret(int(input())))", STREAMS) == 1.0
 
 
-PASSED = {
-    "an argument that is changed": ("def f(l):\n    l.sort()", "x = [3, 1]\nf(x)\nassert x == [1, 3]"),
-    "a generator": ("def f(n):\n    yield 1\n    yield (2, {3})", "assert list(f(1)) == [1, (2, {3})]"),
-    "a method": ("class Solution:\n    def f(self, n): return {n: [n]}", "assert Solution().f(1) == {1: [1]}"),
-    "an exception": ("def f(n): raise ValueError(n)", "try:\n    f(1)\n    assert False\nexcept ValueError: pass"),
-    "a check": (FIBONACCI, "def check(f):\n    assert f(20) == 6765\ncheck(secret)"),
-    "a long integer": ("def f(n): return 10 ** n", "assert f(5000) == 10 ** 5000"),
-    "what is close": ("def f(n): return n / 3", "import math\nassert math.isclose(f(1.0), 1 / 3)"),
-}
-
-
-@pytest.mark.parametrize("name", PASSED)
-def test_assertions_give_the_same_verdict_as_in_one_process(name):
-    assert reward(*PASSED[name]) == 1.0
-
-
-def test_assertions_with_a_syntax_error_are_an_error_of_the_label():
-    with pytest.raises(ValueError, match="neither JSON nor Python"):
-        reward(FIBONACCI, "assert secret(1 ==")
-
-
 # --- the host -----------------------------------------------------------------------------------------------
 
 HOST = {

@@ -153,22 +153,8 @@ def test_each_server_of_a_worker_has_its_own_log_port_and_devices_and_all_have_o
     first, second = server_settings(config, "cuda", "w")
     assert (first.port, second.port) == (30000, 30001)
     assert second.log.name == "w-server-1-sglang.log" and second.options["base_gpu_id"] == 2
-    assert (
-        main(
-            [
-                "run",
-                str(config_file),
-                "--dry-run",
-                *SGLANG,
-                *words,
-                "--engine.weights",
-                "broadcast",
-                "--engine.python",
-                server_python,
-            ]
-        )
-        == 0
-    )
+    words += ["--engine.weights", "broadcast", "--engine.python", server_python]
+    assert main(["run", str(config_file), "--dry-run", *SGLANG, *words]) == 0
     assert "worker-0: 5 ranks: 0 the learner, 1-4 its 2 servers' tensor-parallel ranks" in capsys.readouterr().out
     config = load(config_file, [*SGLANG, "--engine.url", "http://a:1, http://b:2"])
     assert config.engine.url == ["http://a:1", "http://b:2"] and len(SGLangEntry.engine_names(config, "w")) == 2

@@ -20,7 +20,6 @@ from april.workers.engines.conformance.harness import (
     VOCABULARY,
     Stream,
     assert_agree,
-    assert_frequencies,
     assert_true_logprobs,
     drive,
     join,
@@ -68,18 +67,6 @@ def test_a_sample_draws_afresh_at_every_position(make_engine):
     assert_agree(np.bincount(tokens.ravel(), minlength=VOCABULARY), flat)
     for differences in (np.diff(tokens, axis=1), np.diff(tokens, axis=0)):
         assert_agree(np.bincount((differences % VOCABULARY).ravel(), minlength=VOCABULARY), flat)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 6, 7, 8, 20])
-def test_cancel_returns_the_remaining_tokens_at_any_step(make_engine, steps):
-    request = Request(1, prompt(), 40, seed=2)
-    whole = drive(make_engine(), [request])[1]
-    engine = make_engine()
-    before = drive(engine, [request, replace(request, id=2)], steps)
-    stream = join(before[1], Stream(engine.cancel(1)))
-    assert stream.tokens == whole.tokens[:steps] and stream.finish_reason is None
-    assert engine.cancel(1) == [] and engine.live == 1
-    assert join(before[2], drive(engine)[2]).tokens == whole.tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -379,23 +366,6 @@ def test_logprobs_of_other_architectures_are_true(make_engine, tiny_model, archi
     streams = drive(make_engine(model), requests)
     for request in requests:
         assert_true_logprobs(model, request, streams[request.id])
-
-
-def test_a_queued_request_is_cancelled_without_tokens(make_engine):
-    engine = make_engine(slots=1)
-    drive(engine, [Request(1, prompt(), 40), Request(2, prompt(), 40)], steps=3)
-    assert engine.cancel(2) == [] and engine.cancel(99) == [] and engine.live == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 6}, {"temperature": 1.5, "top_p": 0.8},
-     {"temperature": 2.0, "top_k": 12, "top_p": 0.7}, {"top_k": 1}, {"top_p": 1e-9}],
-    ids=str,
-)  # fmt: skip
-def test_frequencies_agree_with_the_distribution_asked_for(make_engine, tiny_model, options):
-    assert_frequencies(make_engine(slots=64), tiny_model(), options, seeds=2_000)
 
 
 def poison(engine: TorchEngine, token: int) -> None:

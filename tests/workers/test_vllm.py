@@ -112,12 +112,6 @@ def test_a_parameter_that_vllm_holds_otherwise_is_named_after_a_reload(tmp_path)
     assert "other values than it was sent for a.qkv_proj.weight" in done.stdout
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"with_support": True}], ids=str)
-def test_a_cut_distribution_is_refused(engine, cut):
-    with pytest.raises(EngineError, match="what the cut leaves"):
-        engine.submit(Request(1, prompt(), 5, **cut))
-
-
 def test_a_killed_program_takes_its_engine_with_it(held):
     """Also where nobody is left to end them all: a killed worker's server is ended by the kernel, program first."""
     program = held._server._process.pid
