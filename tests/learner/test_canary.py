@@ -10,20 +10,10 @@ from transformers import AutoModelForCausalLM
 from april.learner import loop
 from april.learner.canary import ROUNDING_EVERY
 from april.learner.trainer import Trainer
-from april.weights.canary import CANARY_TOKENS, Canary, canary_tokens
+from april.weights.canary import CANARY_TOKENS, canary_tokens
 from april.wire.message import Version
-from tests.support.learner.run_ranks import run_ranks
-from tests.support.learner.small_learner import VOCAB, Diary, job, make_config, uneven_batch
-
-
-def assert_said_by(weights, canary, folder):
-    """The canary equals a plain forward pass at temperature 1, whatever the run's temperature."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.load_state_dict(weights, strict=False)
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(torch.tensor([canary.tokens])).logits[0, :-1], dim=-1)
-    expected = logprobs.gather(1, torch.tensor(canary.tokens[1:])[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(canary.logprobs), expected, atol=2e-5, rtol=0)
+from tests.support.learner.comparison import assert_said_by
+from tests.support.learner.small_learner import VOCAB, Diary, make_config, uneven_batch
 
 
 def test_every_version_is_published_with_the_canary_s_logprobs_under_its_weights(one_rank, policy_folder, tmp_path):
@@ -49,13 +39,6 @@ def test_no_canary_is_scored_when_it_is_switched_off(one_rank, policy_folder, tm
     config = config.model_copy(update={"weights": off})
     loop.run(config, Trainer(config, torch.device("cpu")), diary, diary)
     assert set(diary.canaries.values()) == {None}
-
-
-def test_all_ranks_score_the_canary_and_keep_only_their_shards(policy_folder, tmp_path):
-    config = make_config(policy_folder, tmp_path / "run")
-    (result,) = run_ranks(2, [job(config, [uneven_batch(0, policy_folder)])], tmp_path / "ranks")
-    assert_said_by(result["weights"], Canary(**result["canary"]), policy_folder)
-    assert result["whole_policy"] == []
 
 
 def test_the_canary_text_is_deterministic_and_made_of_frequent_tokens():

@@ -61,7 +61,6 @@ def outcomes(policy, folder, ranks, size, resumed=()):
     }  # fmt: skip
     several = [uneven_batch(step, policy) for step in range(3)]
     jobs["whole"] = job(config("whole"), several, save_after=[1])
-    jobs["again"] = job(config("again"), several)
     for name, other in resumed:
         shutil.copytree(other / "whole" / "checkpoints", config(name).run_dir / "checkpoints")
         jobs[name] = job(config(name), several[1:], restore=True)
@@ -98,8 +97,16 @@ def test_steps_are_those_of_one_rank(alone, shared, case):
         assert {name: one[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_a_batch_trained_again_gives_the_same_bits(shared):
-    assert equal(shared[0]["whole"]["weights"], shared[0]["again"]["weights"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_batch_trained_again_gives_the_same_bits(policy_folder, tmp_path, layout):
+    ranks, size = layout
+    batches, shared = (
+        [uneven_batch(step, policy_folder) for step in range(3)],
+        {"ranks": ranks, "context_parallel": size},
+    )
+    jobs = [job(make_config(policy_folder, tmp_path / name, **shared), batches) for name in ("once", "again")]
+    once, again = run_ranks(ranks, jobs, tmp_path / "ranks")
+    assert equal(once["weights"], again["weights"])
 
 
 @pytest.mark.full

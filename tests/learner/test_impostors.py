@@ -180,7 +180,12 @@ def names(tree: ast.AST):
             case ast.ImportFrom():
                 yield from (f"{node.module}.{each.name}" for each in node.names)
             case ast.Attribute():
-                yield ast.unparse(node)
+                yield dotted(node)
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of an attribute; what it is an attribute of is "" where that is no name."""
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def test_whatever_unpickles_is_named_on_the_page():

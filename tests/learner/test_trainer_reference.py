@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april.learner.batch import TrainingBatch
-from tests.support.learner.comparison import equal, same
+from april.weights.canary import Canary
+from tests.support.learner.comparison import assert_said_by, equal, same
 from tests.support.learner.reference import ReferenceLearner
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import (
@@ -102,6 +103,12 @@ def test_updated_weights_equal_the_reference_after_several_steps(outcome, policy
 def test_the_parts_that_the_ranks_gather_are_the_weights_that_rank_0_gathers(outcome):
     result, *_ = outcome["three steps"]
     assert equal(result["from_parts"], result["weights"])
+
+
+def test_all_ranks_score_the_canary_and_keep_only_their_shards(outcome, policy_folder):
+    result, *_ = outcome["three steps"]
+    assert_said_by(result["weights"], Canary(**result["canary"]), policy_folder)
+    assert result["whole_policy"] == []
 
 
 def distributions(model, sample, temperature):

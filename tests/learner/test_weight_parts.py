@@ -17,7 +17,7 @@ from tests.support.learner.small_learner import job, make_config, make_policy
 
 RANKS = 3
 """The last one holds none of four experts."""
-MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "jamba", "olmo_hybrid")
+MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "jamba", "olmo_hybrid")
 """Families whose files have experts, or other parts of a tensor of the model, apart."""
 
 

@@ -22,6 +22,7 @@ from tests.support.learner.gathered_parts import from_parts
 def run(job: dict, device: torch.device) -> dict:
     trainer = Trainer(Config.model_validate(job["config"]), device)
     restored = trainer.restore()
+    loaded = (trainer.weights(), from_parts(trainer)) if job["loaded"] else ()
     steps = []
     for data in job["batches"][trainer.step_count :]:
         batch = share_batch(decode(bytes.fromhex(data)) if dist.get_rank() == 0 else None)
@@ -31,13 +32,9 @@ def run(job: dict, device: torch.device) -> dict:
     state = together(checkpoint.sharded_state(trainer.parts))
     trainer.canaries.trained_text = None  # else it is of the first batch that this process has trained
     return {
-        "restored": restored,
-        "steps": steps,
-        "canary": trainer.canary().logprobs,
-        "weights": trainer.weights(),
-        "from_parts": from_parts(trainer),
-        "state": state,
-    }
+        "restored": restored, "loaded": loaded, "steps": steps, "canary": trainer.canary().logprobs,
+        "weights": trainer.weights(), "state": state,
+    }  # fmt: skip
 
 
 def step(trainer: Trainer, batch: TrainingBatch) -> dict:
