@@ -130,27 +130,6 @@ def test_a_rewritten_history_is_a_fork_and_its_unchanged_prefix_keeps_its_tokens
     assert policy.forks == [(0, 0), (0, 0), (1, 0), (2, 0), (0, 0)], "the last goes on where it was"
 
 
-def test_a_fork_can_be_forked_and_a_second_continuation_of_an_answer_is_a_fork(meet):
-    client, policy, session, _ = meet("1", "2", "3", "4")
-    ask(client, "+")
-    ask(client, "*")
-    ask(client, "*", "2", "=")
-    ask(client, "*", "2", "#")
-    assert policy.forks == [(0, 0), (1, 0), (1, 0), (2, 1)] and policy.requests[3][:2] == (2, "#")
-    assert session.superseded_forks() == []
-
-
-def test_equal_concurrent_calls_are_separate_turns(meet):
-    client, policy, session, _ = meet(None, None)
-    with ThreadPoolExecutor(2) as pool:
-        replies = [pool.submit(ask, client, "12*3=") for _ in range(2)]
-        wait_until(lambda: len(session.turns) == 2)
-        for number, text in ((0, "1"), (1, "2")):
-            client.loop.call_soon_threadsafe(policy.answer, SESSION + number, 5, text)
-        assert sorted(reply.result().choices[0].message.content for reply in replies) == ["1", "2"]
-    assert policy.forks == [(0, 0), (1, 0)]
-
-
 def test_a_caller_that_hung_up_and_repeats_its_call_gets_the_same_turn(meet):
     client, policy, session, _ = meet(None)
     with closing(http.client.HTTPConnection(client.base_url.host, client.base_url.port)) as impatient:
@@ -199,25 +178,6 @@ def test_a_new_execution_is_answered_from_the_journal_and_the_former_key_is_refu
     assert ask(again, "12*3=", "11", "+").choices[0].message.content == "2"
     with pytest.raises(openai.ConflictError):
         ask(client, "12*3=", "11", "+")
-
-
-def test_an_execution_that_calls_differently_forks_and_the_former_s_turns_are_superseded(meet):
-    client, policy, session, gateway = meet("11", "2", "3")
-    ask(client, "12*3=")
-    ask(client, "12*3=", "11", "+")
-    again = client.with_options(api_key=gateway.admit(session))
-    assert session.superseded_forks() == [(0, 0)]
-    assert ask(again, "12*3=").choices[0].message.content == "11"
-    assert ask(again, "12*3=", "11", "*").choices[0].message.content == "3"
-    assert policy.forks[2] == (1, 0) and session.superseded_forks() == [(0, 7)]
-
-
-def test_repeated_equal_calls_of_a_new_execution_get_the_former_s_answers_in_order(meet):
-    client, policy, session, gateway = meet("1", "2", "3")
-    first = [ask(client, "12*3=").id for _ in range(2)]
-    again = client.with_options(api_key=gateway.admit(session))
-    assert [ask(again, "12*3=").id for _ in range(2)] == first and len(policy.requests) == 2
-    assert ask(again, "12*3=").choices[0].message.content == "3"
 
 
 def test_a_key_is_valid_only_for_its_session_and_until_its_end(meet):

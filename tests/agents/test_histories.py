@@ -118,11 +118,7 @@ class World:
         assert len(turns) == len(player.turns)
         for asked in player.turns:
             expected = turns[asked.turn.fork, asked.turn.index]
-            assert (expected.ids, expected.start, expected.complete) == (
-                asked.ids,
-                asked.turn.start,
-                asked.complete,
-            )
+            assert (expected.ids, expected.start, expected.complete) == (asked.ids, asked.turn.start, asked.complete)
             asked.turn, asked.requested, asked.known_to_process = expected, False, False
 
     # --- what agents do ---

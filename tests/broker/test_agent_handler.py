@@ -8,7 +8,7 @@ from april import wire
 from april.broker.ledger.samples import SampleState
 from april.wire.message import Version
 from april.wire.rows import CHUNK, OBSERVATION
-from tests.support.broker_conversation import AGENTS, FakeAgents, FakeLearner, FakeWorker, chunk, chunk_arrays, joined
+from tests.support.broker_conversation import AGENTS, FakeAgents, FakeLearner, FakeWorker, joined
 
 
 @pytest.fixture
@@ -117,17 +117,6 @@ def test_a_lost_session_that_may_not_be_replayed_is_a_counted_discard(converse):
     assert [lease for received in worker.take(wire.Cancel) for lease in received.message.lease_ids] == [grant.lease_id]
 
 
-def test_a_restarted_broker_sends_agents_their_sessions_again(talk, worker, agents, told):
-    agents.say_to_policy(told.lease_id, 0, 3)
-    (grant,) = worker.grants()
-    worker.chunk(grant, 3, 4, "stop")
-    talk.restart_broker()
-    agents = FakeAgents(talk)
-    assert agents.join(leases=[told.lease_id]).lost_lease_ids == []
-    agents.listen()
-    assert [(row.start, row.finish_reason) for row, _ in agents.heard[told.lease_id]] == [(0, ""), (3, "stop")]
-
-
 def test_turns_between_the_two_connections_of_an_agents_process_are_sent(talk, worker, agents, told):
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()
@@ -199,22 +188,6 @@ def test_a_turn_that_leaves_no_room_ends_its_session(talk, agents, told, count, 
     assert (sample_of(talk, told).length, sample_of(talk, told).attempts) == (0, 1)
 
 
-def test_a_malformed_turn_is_refused_and_its_session_goes_on(talk, worker, agents, told):
-    agents.say_to_policy(told.lease_id, 0, 3, key=b"k" * 65)
-    assert agents.answers("rejects") == [(told.lease_id, "bad row: its state is no turn request")]
-    agents.say_to_policy(told.lease_id, 0, 3)
-    assert worker.grants() and sample_of(talk, told).attempts == 0
-
-
-def test_a_worker_cannot_end_its_lease_as_an_agent_does(talk, worker, agents, told):
-    agents.say_to_policy(told.lease_id, 0, 3)
-    (grant,) = worker.grants()
-    worker.chunk(grant, 3, 1)
-    worker.report(closings=[wire.Closed(grant.lease_id), wire.GiveBack(grant.lease_id, 0, "agent_failed")])
-    assert worker.answers("rejects") == [(grant.lease_id, "bad closing: the lease is no session")] * 2
-    assert sample_of(talk, told).length == 4 and sample_of(talk, told).lease_id == grant.lease_id
-
-
 def test_a_group_reward_sees_the_state_that_each_agent_has_left(converse):
     """The states also reach the group reward after a restart of the broker, and whether or not an agent has given a
     reward itself."""
@@ -239,28 +212,6 @@ def test_a_group_reward_sees_the_state_that_each_agent_has_left(converse):
     worker.report(closings=[wire.Scored(grant.lease_id, [0.0, 1.0], [{}, {}])])
     samples = [sample_of(talk, one) for one in told]
     assert [sample.reward for sample in samples] == [0.0, 1.0] and not any(sample.agent_state for sample in samples)
-
-
-def test_an_agent_samples_nothing(talk, agents, told):
-    agents.report([chunk(told.lease_id, 0, Version(0, 0), chunk_arrays(0, 3), "")])
-    ((_, reason),) = agents.answers("rejects")
-    assert "samples nothing" in reason
-
-
-def test_every_session_of_a_batch_reaches_the_learner_and_the_ledger_closes(talk, agents):
-    worker, learner = joined(FakeWorker(talk), capacity=1000), joined(FakeLearner(talk))
-    agents.say(wire.HolderCapacity(1000))
-    sessions = {(told.group, told.index): told for told in agents.listen()}
-    for told in sessions.values():
-        agents.say_to_policy(told.lease_id, 0, 3)
-    for grant in worker.grants():
-        worker.chunk(grant, 3, 4, "stop")
-        agents.score(sessions[grant.group, grant.index], float(grant.index % 2))
-    batch, _ = learner.fetch(0)
-    heads = [head for group in batch.groups for head in group.samples]
-    assert len(heads) == talk.config.schedule.rollout_batch_size * talk.config.schedule.n_samples_per_prompt
-    assert all(head.segments == [(3, 7, Version(0, 0))] for head in heads)
-    assert all(group.prompt_tokens == 0 for group in batch.groups) and talk.ledger.account.closed
 
 
 def test_after_the_last_batch_agents_keep_only_evaluation_sessions(converse):

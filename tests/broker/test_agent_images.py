@@ -9,7 +9,7 @@ from PIL import Image
 
 from april import config as configuration
 from april import wire
-from april.broker.images import PIN_S, ImageStore
+from april.broker.images import PIN_S
 from april.data.images import name_of, prepare
 from april.learner.source import decode_groups
 from april.wire.rows import observation_row
@@ -219,29 +219,6 @@ def test_an_image_waits_for_its_turn_and_goes_when_none_comes(talk, config, agen
     for _ in range(3):
         talk.tick(PIN_S)
     assert files(config) == {red.name}
-
-
-def test_images_of_an_earlier_broker_stay_for_the_turns_that_will_name_them(tmp_path, red):
-    ImageStore(tmp_path).keep(red.name, red.png)
-    store = ImageStore(tmp_path)
-    store.pin_all()
-
-    def after(now):
-        for _ in range(2):
-            store.reclaim(list, 0, 0, now)
-        return red.name in store
-
-    assert after(5.0) and after(PIN_S) and after(PIN_S + 4.0)
-    assert not after(PIN_S + 5.0)
-
-
-def test_an_image_that_is_damaged_on_disk_costs_the_group_of_its_session(talk, config, worker, agents, told, red):
-    bring(agents, red.png)
-    show(agents, told.lease_id, 0, [red.name])
-    path = config.run_dir / "images" / f"{red.name}.png"
-    path.write_bytes(path.read_bytes()[:-1])
-    worker.say(wire.FetchImages([red.name]))
-    assert told.group not in talk.ledger.groups and talk.service.run.read_only == ""
 
 
 def test_what_an_agent_was_shown_and_was_discarded_keeps_its_images_for_the_sample_logs(

@@ -58,13 +58,6 @@ def test_three_steps_in_a_row_without_a_gradient_raise_an_alarm_that_says_what_t
     assert "gradient 50%" in step_line(lines(talk)[2], {})
 
 
-def test_an_engine_that_did_not_hold_its_weights_raises_an_alarm_in_that_step(talk, worker, learner):
-    names = train_with(talk, worker, learner, *({"publish_wrong": wrong} for wrong in (0.0, 2.0, 0.0)))
-    assert names == [[], ["wrong_weights"], []]
-    [alarm] = lines(talk)[1]["alarms"]
-    assert "did not hold the weights" in alarm["sentence"] and alarm["page"].endswith("#proof-of-weights")
-
-
 def gap(worker, mean, tokens=200.0, age=0.0):
     figures = {"tokens": tokens, "mean": mean, "largest": 10 * mean, "age": age}
     return {f"engine_gap_{figure}_{worker}": value for figure, value in figures.items()}

@@ -4,7 +4,6 @@ import pytest
 
 from april.broker.ledger.samples import GroupState
 from april.broker.plan import make_schedule
-from april.wire.message import Version
 from tests.support.continuous_schedule import N, Run
 
 
@@ -27,13 +26,6 @@ def test_groups_are_opened_on_demand_up_to_the_staleness_bound():
     assert {group.opened_at for group in run.ledger.open_groups()} == {0}
 
 
-def test_generation_goes_on_while_the_learner_trains():
-    run = Run(in_flight=4)
-    run.finish(*run.fill())
-    assert run.ledger.steps.next == 1 and run.ledger.steps.consumed == 0
-    assert groups_of(run.fill(step=0)) == [2, 2, 3, 3]
-
-
 def test_a_batch_is_made_when_the_learner_has_none_and_takes_the_oldest_groups():
     run = Run(in_flight=8)
     first = run.fill(step=0)
@@ -46,38 +38,6 @@ def test_a_batch_is_made_when_the_learner_has_none_and_takes_the_oldest_groups()
     assert run.ledger.steps.next == 1 and len(run.ledger.ready) > N
     run.finish(*first[6:])
     assert [group.id for group in run.ledger.deliveries[1]] == [2, 3]
-
-
-def test_a_worker_with_old_weights_neither_opens_overdue_groups_nor_continues_newer_samples():
-    run = Run(in_flight=100)
-    run.finish(*run.fill(step=0)[:4])
-    run.consume()
-    (lease, *_) = run.fill(step=1)
-    run.ledger.end_lease(lease.id, "lost")
-    assert run.lease(step=0) is None
-    assert run.lease(step=1).sample is lease.sample
-
-
-def test_a_lost_worker_s_sample_is_the_next_to_be_resumed_with_its_tokens():
-    run = Run(in_flight=8)
-    leases = run.fill()
-    for lease in leases[:4]:
-        run.ledger.add_chunk(lease.id, 0, 2, Version(0, 0))
-        run.ledger.end_lease(lease.id, "leave")
-    run.ledger.add_chunk(leases[7].id, 0, 1, Version(0, 0))
-    run.ledger.end_lease(leases[7].id, "lost")
-    again = run.lease()
-    assert again.sample is leases[7].sample and again.sample.length == 1
-    assert run.lease().sample is leases[0].sample
-
-
-def test_the_last_batch_ends_the_round_and_open_work_is_handed_back():
-    run = Run(max_steps=1, in_flight=8)
-    leases = run.fill()
-    assert run.finish(*leases[:4]) is True
-    assert run.schedule.finished(run.ledger) and not run.ledger.rounds.open
-    assert run.ledger.is_aborted(leases[4].id)
-    assert run.lease() is None
 
 
 def test_a_run_goes_on_with_more_steps():
@@ -107,20 +67,6 @@ def test_exhausted_prompts_make_a_short_last_batch_or_none(last_batch, sizes):
     assert run.consume() is (last_batch == "train")
     assert run.schedule.finished(run.ledger)
     assert [len(groups) for groups in run.ledger.deliveries.values()] == sizes
-
-
-def test_a_learner_from_an_older_checkpoint_gets_its_batches_again_before_a_new_one():
-    run = Run(in_flight=4)
-    for step in range(2):
-        run.finish(*run.fill(step))
-        run.consume()
-    run.ledger.start_learner(0)
-    run.finish(*run.fill(step=2))
-    assert (run.ledger.steps.consumed, run.ledger.steps.next) == (0, 2)
-    run.consume()
-    assert run.ledger.steps.next == 2
-    run.consume()
-    assert run.ledger.steps.next == 3
 
 
 @pytest.mark.parametrize(("longest", "batches"), [(3, 1), (4, 5 / 3), (1000, 2)])

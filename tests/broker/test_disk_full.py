@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import socket
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,6 @@ from april import wire
 from april.broker import server
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import BrokerStarted
-from april.broker.server import Server
 from april.broker.service import Service
 from april.learner.source import BrokerSource
 from april.util.files import write_and_sync
@@ -241,31 +239,6 @@ def test_idle_connections_may_take_every_descriptor_without_loss(many_files, bro
         assert (status["state"], status["read_only"], status["ledger_closed"]) == ("running", "", True)
         assert "grows on" in broker.output
     wait_until(lambda: open_files(broker) < limit, broker)
-
-
-def test_a_broker_that_finds_no_descriptor_when_it_comes_back_tries_again(config_file, join, monkeypatch):
-    def no_descriptor(*arguments, **more):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(server, "RETRY_S", 0.0)
-    tries, there_are_some, real = [], threading.Event(), Server._open
-
-    def open_late(live, prompts):
-        tries.append(live)
-        return real(live, prompts) if there_are_some.is_set() else no_descriptor()
-
-    with serving(configuration.load(config_file)) as live:
-        worker, monitor = join(live.address, "worker"), join(live.address, "monitor")
-        lease_id = generate_three(worker, join(live.address, "learner"))
-        monkeypatch.setattr(Server, "_open", open_late)
-        with monkeypatch.context() as short:
-            short.setattr(os, "pwritev", no_descriptor)
-            worker.send(*one_row(lease_id, 3, 2))
-            wait_until(lambda: len(tries) >= 3)
-        there_are_some.set()
-        wait_until(lambda: not live.service.run.read_only)
-        monitor.hello([])
-        assert status_of(monitor)["read_only"] == ""
 
 
 def test_a_broker_that_cannot_read_its_journal_goes_on_when_it_can(config_file, join, monkeypatch):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from april import config as configuration
 from april import wire
 from april.broker.journal.snapshot import freeze, thaw
 from april.broker.ledger.ledger import Ledger
@@ -296,8 +295,3 @@ def test_of_a_recorded_evaluation_only_the_result_is_kept(converse):
     talk.restart_broker()
     talk.tick()
     assert talk.ledger.evaluated == {0: result} and not talk.ledger.evaluations
-
-
-def test_several_greedy_samples_are_refused(config_file):
-    with pytest.raises(configuration.ConfigError, match=r"evaluation.samples"):
-        configuration.load(config_file, ["--evaluation.samples", "4", "--evaluation.temperature", "0"])

@@ -83,9 +83,7 @@ def test_each_response_of_a_group_that_is_scored_together_has_its_own(converse):
 
 
 @pytest.mark.parametrize(
-    "feedback",
-    [["1", "1"], ["1" * (MAX_FEEDBACK_CHARACTERS + 1)]],
-    ids=["of another response", "too long"],
+    "feedback", [["1", "1"], ["1" * (MAX_FEEDBACK_CHARACTERS + 1)]], ids=["of another response", "too long"]
 )
 def test_feedback_that_does_not_fit_is_refused_and_the_sample_stays_unscored(talk, worker, feedback):
     grant = training(worker.grants())[0]

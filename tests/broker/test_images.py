@@ -126,26 +126,6 @@ def test_a_file_that_no_record_names_is_removed_at_a_start_and_those_of_live_gro
     assert all(fetched(worker, [name])[name] for name in live)
 
 
-def test_files_of_groups_that_are_trained_for_good_go_with_the_journal(talk, config):
-    learner, worker = joined(FakeLearner(talk)), joined(FakeWorker(talk))
-    learner.say(wire.Fetch(0))
-    while not learner.take(wire.Batch):
-        for grant in worker.grants():
-            worker.complete(grant)
-    trained = {name for group in talk.ledger.deliveries[0] for name in group.images}
-    learner.say(wire.Consumed(0, {}))
-    talk.journal.file_records = 1
-    talk.take_snapshot()
-    talk.tick(1.0)
-    assert trained <= files(config), "a learner may go back to the batch"
-    learner.say(wire.Durable(1, 1))
-    for _ in range(3):
-        talk.take_snapshot()
-        talk.tick(1.0)
-    assert files(config) == needed(talk)
-    assert not trained <= files(config)
-
-
 def test_an_image_that_is_damaged_on_disk_costs_its_group_and_nothing_else(talk, config):
     joined(FakeLearner(talk))
     worker = joined(FakeWorker(talk))

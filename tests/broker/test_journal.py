@@ -60,13 +60,6 @@ def test_a_reference_reads_its_own_record_before_and_after_the_sync(tmp_path):
         assert [journal.read(reference)[0] for reference in references] == [fact(number) for number in range(5)]
 
 
-def test_many_records_in_one_sync_are_all_there(tmp_path):
-    with closing(Journal(tmp_path)) as journal:
-        for number in range(3000):
-            journal.append(fact(number), ARRAYS)
-    assert replayed(tmp_path) == [fact(number) for number in range(3000)]
-
-
 def test_a_truncation_at_any_byte_loses_only_the_records_behind_it(written):
     folder, path, ends = written
     whole = path.read_bytes()
@@ -188,18 +181,6 @@ def test_a_second_broker_on_the_same_journal_is_refused(tmp_path):
 
 def no_descriptor(*arguments):
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-
-def test_without_a_descriptor_for_a_new_file_the_journal_goes_on_in_the_present_one(tmp_path, monkeypatch):
-    with closing(Journal(tmp_path, file_records=2)) as journal:
-        journal.append(fact(0))
-        with monkeypatch.context() as short:
-            short.setattr(os, "open", no_descriptor)
-            with pytest.raises(OSError, match="Too many open files"):
-                journal.rotate()
-        journal.append(fact(1))
-        assert journal.rotate() == journal.end
-    assert replayed(tmp_path) == [fact(0), fact(1)]
 
 
 def test_a_journal_that_fails_to_open_leaves_no_descriptor_open(tmp_path, monkeypatch):

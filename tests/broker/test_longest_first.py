@@ -77,14 +77,6 @@ def test_a_partial_whose_sibling_became_long_goes_first():
     assert names(run.order()) == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 2), (2, 0), (2, 1)]
 
 
-def test_a_finished_sibling_moves_its_waiting_siblings_forward():
-    run = Run()
-    for lease, tokens in zip(run.leases[:-1], [9, 9, 9, 8, 8, 8, 1, 1], strict=True):
-        run.hand_back(lease, tokens)
-    run.end(run.leases[-1], 40)
-    assert names(run.order())[:2] == [(2, 0), (2, 1)]
-
-
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 60)), min_size=9, max_size=9), st.randoms())
 def test_in_any_order_of_events_the_longest_expected_sample_goes_first(fates, random):
     run = Run()

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from april import wire
-from april.wire.limits import MAX_STATE_BYTES
 from april.wire.message import Version
 from tests.support.broker_conversation import (
     FakeLearner,
@@ -60,17 +59,6 @@ def test_an_observation_has_no_version(talk, worker, version):
     assert sample_of(talk, grant).observations == []
 
 
-def test_a_repeated_observation_is_a_duplicate_and_one_ahead_is_a_gap(talk, worker):
-    grant = finish_evaluation(worker)[0]
-    worker.chunk(grant, 0, 3)
-    for _ in range(2):
-        observe(worker, grant, 3, 2)
-        assert worker.answers("acks")[-1] == (grant.lease_id, 5)
-    observe(worker, grant, 9, 2)
-    assert worker.answers("nacks")[-1] == (grant.lease_id, 5)
-    assert sample_of(talk, grant).observations == [(3, 5)]
-
-
 @pytest.mark.parametrize(
     ("chunks", "start", "count", "finish_reason"),
     [([], 0, 2, ""), ([(0, 3), "observation"], 5, 2, ""), ([(0, 20)], 20, 4, ""), ([(0, 20)], 20, 5, "length")],
@@ -88,23 +76,6 @@ def test_an_observation_without_a_turn_or_beyond_the_budget_is_invalid(
     observe(worker, grant, start, count, finish_reason=finish_reason)
     assert "invalid" in worker.answers("rejects")[-1][1]
     assert grant.lease_id not in talk.ledger.leases and talk.ledger.account.closed
-
-
-@pytest.mark.parametrize(
-    ("ids", "state", "wrong"),
-    [
-        ([1, 1], b"x" * (MAX_STATE_BYTES + 1), "at most"),
-        ([-1], b"", "ids are from 0"),
-        ([10_000], b"", "ids are from 0"),
-    ],
-    ids=["a long state", "negative", "beyond the vocabulary"],
-)
-def test_a_malformed_observation_changes_nothing(talk, worker, ids, state, wrong):
-    grant = finish_evaluation(worker)[0]
-    worker.chunk(grant, 0, 3)
-    worker.report([observation(grant.lease_id, 3, np.array(ids, "i4"), state)])
-    assert wrong in worker.answers("rejects")[-1][1]
-    assert sample_of(talk, grant).length == 3 and grant.lease_id in talk.ledger.leases
 
 
 def test_a_run_without_an_environment_refuses_observations(converse):
@@ -191,17 +162,3 @@ def test_a_failed_environment_is_a_failed_attempt_and_counted(talk, worker):
     sample = sample_of(talk, grant)
     assert (sample.attempts, sample.last_error, sample.length) == (1, "no answer within 5 s", 3)
     assert talk.service.recorder.environment["failed"] == 1
-
-
-def test_an_observation_that_ends_a_response_hands_it_over_to_a_scorer_with_its_state(converse):
-    overrides = ["--reward.where", "scorer", "--evaluation.prompts", "1"]
-    talk = converse(*(ENVIRONMENT + overrides))
-    worker, scorer = joined(FakeWorker(talk)), joined(FakeScorer(talk))
-    grant = training(worker.grants())[0]
-    worker.chunk(grant, 0, 3)
-    observe(worker, grant, 3, 2, state=b"end", finish_reason="stop")
-    assert worker.take(wire.Answers)[-1].message == wire.Answers([(grant.lease_id, 5)], [grant.lease_id])
-    (given,) = scorer.grants()
-    assert (given.group, given.index, given.scoring, given.state) == (grant.group, grant.index, True, b"end")
-    scorer.report(closings=[wire.Scored(given.lease_id, [1.0], [{}])])
-    assert sample_of(talk, grant).reward == 1.0 and talk.ledger.account.closed

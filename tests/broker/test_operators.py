@@ -89,20 +89,6 @@ def test_a_drained_broker_has_everything_back_and_hands_out_nothing(talk, operat
     assert worker.grants() == []
 
 
-def test_after_a_drain_partials_go_first_and_the_round_goes_on(operator, worker):
-    grants = finish_evaluation(worker)
-    worker.chunk(grants[0], 0, 3)
-    round = status(operator)["round"]
-    drain(operator)
-    for grant in grants:
-        worker.report(closings=[wire.GiveBack(grant.lease_id, 3 if grant is grants[0] else 0, "abort")])
-    drain(operator, on=False)
-    first = worker.grants()[0]
-    assert (first.group, first.index) == (grants[0].group, grants[0].index)
-    assert sum(len(piece) for piece in first.arrays[1:]) == 3
-    assert (status(operator)["round"], status(operator)["drain"]) == (round, "")
-
-
 def test_a_drained_broker_is_drained_when_it_comes_back(talk, operator, worker):
     drain(operator)
     drain(operator)
@@ -214,18 +200,6 @@ def test_a_monitor_that_does_not_read_is_answered_no_more_than_its_credit(talk, 
 
 
 # --- bounds -------------------------------------------------------------------------------------------------
-
-
-def test_a_lease_that_is_renewed_for_too_long_ends_and_its_worker_is_told(talk, worker):
-    grants = finish_evaluation(worker)
-    for _ in range(int(talk.config.broker.max_run_s // 5) + 1):
-        worker.say(wire.Heartbeat([grant.lease_id for grant in grants]), connection=b"control")
-        talk.tick(5.0)
-    cancelled = [lease_id for received in worker.take(wire.Cancel) for lease_id in received.message.lease_ids]
-    assert {grant.lease_id for grant in grants} <= set(cancelled)
-    assert {letter.error for letter in talk.ledger.dead_letters.letters} == {
-        "the lease was held for longer than broker.max_run_s"
-    }
 
 
 def test_a_queue_scan_takes_several_passes_and_counts_everything_once(talk, worker, monkeypatch):

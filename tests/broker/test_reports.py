@@ -5,7 +5,7 @@ import pytest
 
 from april import wire
 from april.broker.ledger.events import RowsAccepted
-from april.wire.rows import ROW, pack_rows, read_rows
+from april.wire.rows import ROW, read_rows
 from tests.support.broker_conversation import FakeWorker, chunk, chunk_arrays, joined, training
 
 
@@ -18,14 +18,6 @@ def recorded(talk):
     """Number of rows in each `RowsAccepted` record of the journal."""
     talk.journal.sync()
     return [len(event.table) // ROW.size for event, _ in talk.journal.replay() if isinstance(event, RowsAccepted)]
-
-
-def test_new_tokens_of_all_samples_are_one_record_and_one_answer(talk, worker, leases):
-    worker.report([worker.new_tokens(lease, 0, 3) for lease in leases])
-    assert [received.message for received in worker.take(wire.Answers)] == [
-        wire.Answers([(lease.lease_id, 3) for lease in leases])
-    ]
-    assert recorded(talk) == [4]
 
 
 def test_a_refused_row_does_not_affect_the_others(talk, worker, leases):
@@ -98,15 +90,6 @@ def test_a_row_with_a_wrong_checksum_is_refused(worker, leases):
     row, payload = worker.new_tokens(leases[0], 0, 3)
     worker.report([(row, payload[:-1] + bytes([payload[-1] ^ 1]))])
     assert worker.answers("rejects") == [(leases[0].lease_id, "bad row: its checksum does not agree")]
-
-
-def test_a_report_whose_payloads_do_not_match_its_rows_is_refused_as_a_whole(talk, worker, leases):
-    row, payload = worker.new_tokens(leases[0], 0, 3)
-    table = np.frombuffer(pack_rows([row, row]), "u1")
-    closings = [wire.GiveBack(leases[1].lease_id, 0, "leave")]
-    worker.say(wire.Report(closings), [table, np.frombuffer(payload, "u1")])
-    assert "as long as the rows say" in worker.take(wire.Refused)[-1].message.reason
-    assert recorded(talk) == [] and leases[1].lease_id in talk.ledger.leases
 
 
 def test_a_report_ends_leases_behind_their_last_tokens(worker, leases):

@@ -15,13 +15,6 @@ def score(worker, grant, reward, **details):
     worker.score(grant, reward, **details)
 
 
-def test_reward_details_are_recorded_with_the_step_and_survive_a_restart(talk, worker, learner):
-    grants = finish_evaluation(worker)
-    score(worker, grants[0], 0.75, base=1.0, overlong=-0.25)
-    talk.restart_broker()
-    assert talk.ledger.groups[grants[0].group].samples[grants[0].index].details == {"base": 1.0, "overlong": -0.25}
-
-
 def test_means_of_details_and_the_share_that_was_truncated_are_in_the_line_of_their_step(talk, worker, learner):
     grants, ledger = finish_evaluation(worker), talk.ledger
     while ledger.steps.next == 0:
@@ -65,15 +58,6 @@ def said_by(talk):
 
 def accuracy_of(reward, **details):
     return Sample(None, 0, reward=reward, details=details or None).accuracy
-
-
-def test_too_many_details_or_details_that_are_no_numbers_are_refused(talk, worker):
-    grant = training(worker.grants())[0]
-    worker.chunk(grant, 0, 4, "stop")
-    for details in ({f"d{n}": 0.0 for n in range(17)}, {"d": float("nan")}):
-        worker.score(grant, 1.0, **details)
-        assert "details" in worker.answers("rejects")[-1][1]
-    assert talk.ledger.leases[grant.lease_id].sample.reward is None
 
 
 def test_a_reward_that_is_not_finite_or_too_large_is_refused(talk, worker):

@@ -42,27 +42,6 @@ def payloads(journal, lease):
     return [bytes(payload) for _, payload in journal.read_payloads(lease.sample.chunk_refs)]
 
 
-def test_a_bad_row_rejects_no_other_and_is_not_on_disk(leases, journal):
-    ledger, (a, b, c) = leases
-    rows = [(a, 0, 2, 0, b"aaaa"), (b, 0, 2, 7, b"bbbbb"), (c, 0, 3, 0, b"ccc")]
-    assert report(ledger, *rows) == [OK, Verdict.INVALID, OK]
-    assert [lease.sample.length for lease in (a, b, c)] == [2, 0, 3]
-    assert [payloads(journal, lease) for lease in (a, b, c)] == [[b"aaaa"], [], [b"ccc"]]
-    journal.sync()
-    [(event, reference)] = list(journal.replay())[-1:]
-    assert [row.lease_id for row in event.rows] == [a.id, c.id]
-    assert journal.read(reference)[1][0][1] == b"aaaaccc\0"
-    assert [payloads(journal, lease) for lease in (a, b, c)] == [[b"aaaa"], [], [b"ccc"]]
-
-
-def test_rows_of_one_lease_follow_each_other_and_are_dropped_after_a_rejected_one(leases):
-    ledger, (a, b, _) = leases
-    rows = [(a, 0, 2, 0, b""), (b, 4, 2, 0, b""), (a, 2, 1, 0, b""), (b, 0, 2, 0, b""), (a, 1, 1, 0, b"")]
-    assert report(ledger, *rows) == [OK, Verdict.GAP, OK, DROPPED, Verdict.DUPLICATE]
-    assert (a.sample.length, b.sample.length) == (3, 0)
-    assert report(ledger, (a, 3, 17, 0, b""), (b, 0, 1, 0, b"")) == [Verdict.INVALID, OK], "it has to end there"
-
-
 def test_an_observation_may_follow_its_turn_within_a_table(leases, journal):
     ledger, (a, *_) = leases
     turn = chunk_row(a.id, 0, 1, PLAIN, "", b"turn")

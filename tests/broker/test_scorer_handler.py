@@ -29,11 +29,8 @@ def test_the_lease_of_a_worker_ends_with_the_response_and_a_scorer_gets_another(
     (given,) = scorer.grants()
     assert given.scoring and not given.hand_over and given.lease_id > grant.lease_id
     assert (given.group, given.index, given.label, given.finish_reason) == (
-        grant.group,
-        grant.index,
-        grant.label,
-        "stop",
-    )
+        grant.group, grant.index, grant.label, "stop",
+    )  # fmt: skip
     assert given.arrays[1].tolist() == chunk_arrays(0, 4)[0].tolist()
     scorer.score(given, 0.25, right=0.25)
     assert scorer.answers("done") == [given.lease_id]
@@ -48,13 +45,6 @@ def test_workers_get_nothing_to_score_and_scorers_nothing_to_generate(talk, work
     worker.chunk(training(worker.grants())[0], 0, 4, "stop")
     talk.tick(1.0)
     assert not any(grant.scoring for grant in worker.grants())
-
-
-def test_a_worker_cannot_score_what_it_has_handed_over(talk, worker):
-    grant = training(worker.grants())[0]
-    worker.complete(grant)
-    assert worker.answers("rejects")[0][1] == "the lease is not current"
-    assert sample_of(talk, grant).state is SampleState.GENERATED
 
 
 def test_a_lost_scorer_s_responses_are_scored_by_another_with_all_their_tokens(talk, worker, scorer):
@@ -74,18 +64,6 @@ def test_a_lost_scorer_s_responses_are_scored_by_another_with_all_their_tokens(t
     assert sample_of(talk, grant).reward == 0.5
 
 
-def test_a_failed_score_is_tried_again_and_dead_in_the_end(talk, worker, scorer):
-    grant = training(worker.grants())[0]
-    worker.chunk(grant, 0, 4, "stop")
-    for _ in range(talk.config.broker.attempts):
-        (given,) = scorer.grants()
-        scorer.report(closings=[wire.GiveBack(given.lease_id, 0, "scoring_failed", "no such unit")])
-        talk.tick()
-    (letter,) = talk.ledger.dead_letters.letters
-    assert (letter.group, letter.index, letter.error) == (grant.group, grant.index, "no such unit")
-    assert scorer.grants() == []
-
-
 def test_the_least_loaded_scorer_gets_the_next_response_up_to_its_capacity(talk, worker):
     small, large = joined(FakeScorer(talk, "s0"), capacity=1), joined(FakeScorer(talk, "s1"), capacity=4)
     for grant in training(worker.grants())[:6]:
@@ -93,19 +71,6 @@ def test_the_least_loaded_scorer_gets_the_next_response_up_to_its_capacity(talk,
     assert len(small.grants()) == 1 and len(large.grants()) == 4
     found = talk.status()
     assert [(one["name"], one["leased"], one["capacity"]) for one in found["scorers"]] == [("s0", 1, 1), ("s1", 4, 4)]
-
-
-def test_a_restarted_broker_leaves_scorers_what_they_hold(talk, worker, scorer):
-    grant = training(worker.grants())[0]
-    worker.chunk(grant, 0, 4, "stop")
-    (given,) = scorer.grants()
-    talk.restart_broker()
-    again = FakeScorer(talk)
-    assert again.join(leases=[given.lease_id]).lost_lease_ids == []
-    again.report(closings=[wire.Scored(given.lease_id, [1.0], [{}])])
-    assert sample_of(talk, grant).state is SampleState.DONE
-    worker = FakeWorker(talk)
-    assert worker.join(leases=[grant.lease_id]).lost_lease_ids == [grant.lease_id]
 
 
 def test_the_end_of_the_run_stops_scorers_and_the_broker_waits_for_them(talk, worker, scorer):

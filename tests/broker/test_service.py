@@ -1,8 +1,5 @@
 """The broker's service as a whole without sockets: sessions, roles, restarts, and the end of a run."""
 
-import math
-
-import numpy as np
 import orjson
 import pytest
 
@@ -14,7 +11,6 @@ from april.launch.preflight import check_resume
 from april.observe.report.run_folder import read_records
 from april.util.versions import RUN_FOLDER
 from april.wire.message import Version
-from april.wire.rows import chunk_row, pack_rows
 from tests.support.broker_conversation import (
     FakeLearner,
     FakeWorker,
@@ -141,52 +137,6 @@ def test_peers_may_send_only_what_their_role_permits(talk, worker, learner):
     assert "not for a learner" in learner.take(wire.Refused)[-1].message.reason
 
 
-PAYLOAD = np.ones(2, "i4").tobytes() + np.zeros(2, "f4").tobytes()
-LAST = chunk_row(1, 0, 2, Version(0, 0), "stop", PAYLOAD)
-
-
-def reported(row, payload=PAYLOAD):
-    return [np.frombuffer(pack_rows([row]), "u1"), np.frombuffer(payload, "u1")]
-
-
-@pytest.mark.parametrize(
-    ("message", "arrays"),
-    [
-        (wire.Report(), [np.ones(48, "u1")]),
-        (wire.Report(), [np.ones(2, "f4"), np.ones(2, "f4")]),
-        (wire.Report(), [np.zeros(0, "u1"), np.zeros(0, "u1")]),
-        (wire.Report(), [np.zeros(47, "u1"), np.zeros(8, "u1")]),
-        (wire.Report(), reported(LAST, b"1234")),
-        (wire.Report(), reported(LAST, bytes(20))),
-        (wire.Report(), reported(LAST._replace(tokens=0))),
-        (wire.Report(), reported(LAST._replace(tokens=5))),
-        (wire.Report(), reported(LAST._replace(kind=7))),
-        (wire.Report(), reported(LAST._replace(finish=3))),
-        (wire.Report(), reported(LAST._replace(ends_lease=1))),
-        (wire.Report(), reported(LAST._replace(time=math.nan))),
-        (wire.Report([wire.GiveBack(1, 0, "leave")] * 65), []),
-        (wire.WorkerCapacity(Version(0, 0), -1), []),
-        (wire.Heartbeat([], 2**63), []),
-        (wire.Report([wire.GiveBack(1, 0, "boredom")]), []),
-        (wire.Report([wire.GiveBack(1, -1, "leave")]), []),
-        (wire.Hello("king", "k", "k"), []),
-        (wire.Welcome(1, "", 0, 0, 0, [], 1.0, ""), []),
-    ],
-)
-def test_a_message_that_makes_no_sense_is_refused_and_changes_nothing(talk, worker, message, arrays):
-    before = (talk.ledger.account.summary(), sorted(talk.ledger.leases))
-    worker.say(message, arrays)
-    assert worker.take(wire.Refused)
-    assert (talk.ledger.account.summary(), sorted(talk.ledger.leases)) == before
-
-
-def test_garbage_is_counted_and_survived(talk, worker):
-    for frames in ([b""], [b"x" * 24, b"y"], [b"AP" + b"\xff" * 22, b"\xc1"], []):
-        talk.service.handle(b"w0/data", frames, talk.now)
-    talk.tick()
-    assert sum(talk.service.peers.refusals.values()) == 4
-
-
 def test_status_and_metrics_agree_with_the_ledger(talk, worker, learner, config_file):
     make_batch(worker)
     learner.fetch(0)
@@ -228,14 +178,6 @@ def test_absurd_counts_of_workers_do_not_break_the_status(talk):
     monitor.say(wire.StatusRequest())
     status = orjson.loads(monitor.take(wire.Status)[-1].arrays[0].tobytes())
     assert status["tokens"]["emitted_unacked"] == 2**53
-
-
-@pytest.mark.parametrize("left", [b"", b'{"wall_s": 3'])
-def test_a_damaged_summary_does_not_keep_a_broker_from_starting(talk, worker, left):
-    make_batch(worker)
-    (talk.config.run_dir / "summary.json").write_bytes(left)
-    talk.restart_broker()
-    assert talk.ledger.steps.next == 1
 
 
 def test_the_run_ends_when_its_steps_are_trained_and_the_last_evaluation_is_in(talk, worker, learner):

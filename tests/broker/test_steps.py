@@ -188,15 +188,9 @@ def changed(past):
 
 
 GARBAGE = {
-    "no json": b"\x00garbage\xff\n",
-    "blank": b"\n",
-    "a list": b"[]\n",
-    "a number": b"7\n",
-    "no step": b'{"a": 1}\n',
-    "a step that is a word": b'{"step": "x"}\n',
-    "half a record": b'{"step":1,"time":0.0}\n',
-    "torn": None,
-}
+    "no json": b"\x00garbage\xff\n", "blank": b"\n", "a list": b"[]\n", "a number": b"7\n", "no step": b'{"a": 1}\n',
+    "a step that is a word": b'{"step": "x"}\n', "half a record": b'{"step":1,"time":0.0}\n', "torn": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])
@@ -221,15 +215,10 @@ def test_a_bad_line_of_metrics_is_set_aside_at_a_start_and_costs_no_other(talk, 
 @pytest.mark.parametrize(
     "summary",
     [
-        b"[]",
-        b"",
-        b"null",
-        b"\xff",
-        b'{"tokens": [], "replays": 3}',
-        b'{"buffer_peak": {"tokens": "x"}}',
+        b"[]", b"", b"null", b"\xff", b'{"tokens": [], "replays": 3}', b'{"buffer_peak": {"tokens": "x"}}',
         b'{"wall_s": null}',
     ],
-)
+)  # fmt: skip
 def test_a_damaged_summary_is_written_anew(talk, worker, learner, summary):
     train(talk, worker, learner, 0)
     path = talk.config.run_dir / "summary.json"

@@ -173,15 +173,6 @@ def test_what_does_not_fit_is_refused_with_a_sentence_and_as_a_whole(talk, confi
     assert talk.ledger.prompts.submitted_count == 1
 
 
-def test_what_is_no_prepared_image_is_not_kept(talk, config, red):
-    learner = joined(FakeLearner(talk))
-    learner.say(wire.KeepImage("0" * 64, 0, len(red.png)), [np.frombuffer(red.png, "u1")])
-    assert "not the sha256" in learner.take(wire.ImageKept)[0].message.fault
-    learner.say(wire.KeepImage(red.name, 5, 80), [np.zeros(3, np.uint8)])
-    assert "does not follow" in learner.take(wire.Refused)[-1].message.reason
-    assert files(config) == set()
-
-
 def test_a_run_that_draws_from_files_keeps_no_images_of_a_trainer(converse):
     learner = joined(FakeLearner(converse("--evaluation.prompts", "1")))
     [(part, arrays)] = image_parts(name_of(picture()), picture())

@@ -79,14 +79,9 @@ def test_token_scores_outlive_a_restart_and_come_with_the_batch(talk, worker, le
         {"a": []},
     ],
     ids=[
-        "of another sample",
-        "no multiple of its tokens",
-        "too many of each token",
-        "not a number",
-        "too many",
-        "empty",
+        "of another sample", "no multiple of its tokens", "too many of each token", "not a number", "too many", "empty",
     ],
-)
+)  # fmt: skip
 def test_token_scores_that_do_not_fit_the_response_are_refused_and_the_sample_stays_unscored(talk, worker, columns):
     grant = training(worker.grants())[0]
     in_two_turns(worker, grant)

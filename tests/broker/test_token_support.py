@@ -123,11 +123,3 @@ def test_a_run_does_not_change_between_whole_and_cut(converse):
     again.journal.close()
     with pytest.raises(JournalError, match="another run"):
         converse()
-
-
-def test_a_whole_distribution_costs_no_arrays(converse):
-    talk = converse("--evaluation.prompts", "1")
-    worker, learner = joined(FakeWorker(talk)), joined(FakeLearner(talk))
-    make_batch(worker)
-    batch, arrays = learner.fetch(0)
-    assert len(arrays) == sum(1 + 2 * len(group.samples) for group in batch.groups)

@@ -47,14 +47,6 @@ def test_a_grant_carries_the_row_s_prompt_for_a_reward_that_gets_it(converse, re
     assert grant.row_prompt == (f'"{text}"' if reward.startswith("trl:") else "")
 
 
-def test_a_chunk_is_acknowledged_only_after_it_is_on_disk(talk, worker):
-    grant = worker.grants()[0]
-    size = talk.journal.bytes_on_disk
-    worker.chunk(grant, 0, 3)
-    assert worker.take(wire.Answers)[-1].message == wire.Answers([(grant.lease_id, 3)])
-    assert sum(path.stat().st_size for path in talk.journal.folder.glob("*.msgpack")) > size
-
-
 def test_an_id_beyond_the_vocabulary_is_refused(talk, worker):
     grant = worker.grants()[0]
     for largest, answer in ((talk.config.vocabulary - 1, "acks"), (talk.config.vocabulary, "rejects")):

@@ -30,33 +30,12 @@ from tests.support.run_processes import summary
 from tests.support.small_run import PROMPTS, make_policy, make_prompts
 
 OVERRIDES = [
-    "--worker.count",
-    "1",
-    "--worker.slots",
-    "8",
-    "--schedule.rollout_batch_size",
-    "4",
-    "--schedule.over_sampling_batch_size",
-    "6",
-    "--schedule.n_samples_per_prompt",
-    "2",
-    "--sampling.max_response_tokens",
-    "24",
-    "--evaluation.every",
-    "10",
-    "--evaluation.prompts",
-    "4",
-    "--learner.checkpoint_every",
-    "1",
-    "--broker.journal_file_records",
-    "150",
-    "--weights.transfer_deadline_s",
-    "10",
-    "--broker.session_timeout_s",
-    "3",
-    "--samples.every",
-    "1",
-]
+    "--worker.count", "1", "--worker.slots", "8", "--schedule.rollout_batch_size", "4",
+    "--schedule.over_sampling_batch_size", "6", "--schedule.n_samples_per_prompt", "2",
+    "--sampling.max_response_tokens", "24", "--evaluation.every", "10", "--evaluation.prompts", "4",
+    "--learner.checkpoint_every", "1", "--broker.journal_file_records", "150", "--weights.transfer_deadline_s", "10",
+    "--broker.session_timeout_s", "3", "--samples.every", "1",
+]  # fmt: skip
 """A run with short steps, and with files of the journal that are soon full."""
 STARTUP = Path(__file__).with_name("startup")
 """Folder on PYTHONPATH of all processes, so that calls of those that parts start fail, too."""

@@ -67,10 +67,7 @@ def file(tmp_path):
         (["--over-sampling-batch-size", "193"], ["over_sampling_batch_size", "193", "192", "max_staleness"]),
         (["--schedule.overlap", "--over-sampling-batch-size", "161"], ["161", "160", "with overlap"]),
         (["--schedule.kind", "sync", "--over-sampling-batch-size", "64"], ["over_sampling_batch_size", "64", "april"]),
-        (
-            ["--schedule.kind", "psync"],
-            ["schedule.kind", "psync", "mean 'sync'", "'sync', 'april', 'continuous'"],
-        ),
+        (["--schedule.kind", "psync"], ["schedule.kind", "psync", "mean 'sync'", "'sync', 'april', 'continuous'"]),
         (["--schedule.in_flight", "64"], ["schedule.in_flight", "64", "'continuous'", "'april'"]),
         ([*CONTINUOUS, "--schedule.in_flight", "0"], ["schedule.in_flight", "0", "greater than or equal to 1"]),
         ([*CONTINUOUS, "--schedule.in_flight", "1537"], ["schedule.in_flight", "1537", "1536", "max_staleness"]),

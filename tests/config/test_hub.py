@@ -227,15 +227,8 @@ def test_sources_and_sets_of_held_out_prompts_have_names_too(named, hub):
     sources = '[{path = "lab/questions", configuration = "socratic"}, {path = "lab/questions", configuration = "main"}]'
     held_out = '{first = {path = "lab/questions", configuration = "main"}}'
     words = [
-        "--data.path",
-        "none",
-        "--data.sources",
-        sources,
-        "--evaluation.sets",
-        held_out,
-        "--data.eval_path",
-        "none",
-    ]
+        "--data.path", "none", "--data.sources", sources, "--evaluation.sets", held_out, "--data.eval_path", "none",
+    ]  # fmt: skip
     record(config := load(named, [*words, "--data.configuration", "none"], fetch=Fetcher("weights", "rows")))
     part = load(config.run_dir / "config.toml")
     assert labels(part, part.data.train_sources) == ["four", "one", "two"]

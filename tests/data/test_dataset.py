@@ -166,11 +166,6 @@ def test_gsm8k_is_read_as_it_is_published_and_its_bad_rows_are_counted(tmp_path)
             load(path, mapping="gsm8k")
 
 
-def test_a_mapping_s_answer_is_found_under_another_key_too(tmp_path):
-    path = write_lines(tmp_path / "rows.jsonl", [{"question": "q", "solution": "#### 7"}])
-    assert load(path, mapping="gsm8k", label_key="solution")[0].label == "7"
-
-
 def test_what_cannot_be_read_is_refused(tmp_path):
     for name in ("rows.parquet", "rows.arrow", "rows.json"):
         (tmp_path / name).write_bytes(b"[no such thing")

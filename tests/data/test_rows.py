@@ -31,11 +31,6 @@ def test_labels_are_text_and_numbers_become_text(written, label):
     assert make_row({"prompt": "p", "label": written}, PLAIN).label == label
 
 
-def test_keys_can_be_configured_and_nested():
-    record = {"question": {"text": "p"}, "answer": 4}
-    assert make_row(record, Mapping("own", ("question.text",), ("answer",))) == DatasetRow("p", "4")
-
-
 def test_a_key_goes_through_lists():
     conversation = [{"from": "system", "value": "s"}, {"from": "human", "value": "p"}]
     record = {"conversations": conversation, "answers": ["4", "5"]}

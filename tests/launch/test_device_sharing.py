@@ -47,15 +47,8 @@ def test_configurations_that_cannot_share_are_refused_with_a_sentence(config_fil
 
 
 ON_DEVICE = [
-    "--worker.engine",
-    "torch",
-    "--learner.ranks",
-    "1",
-    "--worker.count",
-    "1",
-    "--weights.transport",
-    "cuda_ipc",
-]
+    "--worker.engine", "torch", "--learner.ranks", "1", "--worker.count", "1", "--weights.transport", "cuda_ipc",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from april.cli import main
 from april.config import ConfigError, load
 from april.launch import devices, supervisor
 from april.launch.devices import place_parts, visible_devices
-from april.workers.engines.entry import devices_wanted
 
 SGLANG, VLLM = ["--worker.engine", "sglang"], ["--worker.engine", "vllm"]
 TP2 = ["--engine.server.tp_size", "2"]
@@ -129,11 +128,6 @@ def test_a_dry_run_counts_and_places_the_servers_accelerators(config_file, capsy
     assert "8 accelerators: 8 for workers, 2 for the learner that share them" in said
     assert "learner: 0,1\n" in said and "worker-0: 0,1,2,3\n" in said and "over gloo" in said
     assert "memory     80.0 GiB of each accelerator: the learner takes about" in said
-
-
-def test_a_worker_with_external_servers_takes_no_accelerator(configured):
-    assert devices_wanted(configured(*SGLANG, *URL)) == (2, 0)
-    assert devices_wanted(configured(*SGLANG)) == (2, 1)
 
 
 @pytest.fixture

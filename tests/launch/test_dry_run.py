@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 import shutil
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,10 +95,6 @@ def copy_of(path):
 
 def load(combination, *overrides, inputs=("model", "data")):
     return configuration.load(list(map(copy_of, [FOLDER / "base.toml", *combination])), list(overrides), inputs=inputs)
-
-
-def test_there_are_three_models_datasets_algorithms_and_schedules():
-    assert [len(part) for part in PARTS] == [3, 3, 3, 3] and len(COMBINATIONS) == 81
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda parts: "-".join(part.stem for part in parts))
@@ -404,12 +399,6 @@ def test_what_a_dry_run_finds_missing_keeps_a_run_from_starting(case, tmp_path, 
     assert len(said.err.splitlines()) == 1 and sorted(tmp_path.iterdir()) == before
 
 
-def test_a_dry_run_says_that_nothing_is_missing(config_file, capsys):
-    assert cli.main(["run", str(config_file), "--dry-run"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "nothing is missing"
-    assert not (config_file.parent / "runs").exists()
-
-
 def test_later_files_win_and_overrides_win_over_all(config_file, tmp_path):
     (tmp_path / "more.toml").write_text("[schedule]\nmax_steps = 7\n[learner]\nlr = 0.5\n")
     config = configuration.load([config_file, tmp_path / "more.toml"], ["--learner.lr", "0.25"])
@@ -417,10 +406,3 @@ def test_later_files_win_and_overrides_win_over_all(config_file, tmp_path):
     assert config.run.name == "small"
     with pytest.raises(ConfigError, match=r"nothing\.toml does not exist"):
         configuration.load([config_file, tmp_path / "nothing.toml"])
-
-
-def test_shipped_configurations_have_known_keys():
-    known = configuration.known_keys()
-    for path in (*FOLDER.rglob("*.toml"), *GSM8K):
-        for section, keys in tomllib.loads(path.read_text()).items():
-            assert all(f"{section}.{key}" in known for key in keys), path

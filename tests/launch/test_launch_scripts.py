@@ -244,12 +244,3 @@ def test_a_server_has_an_environment_of_its_own_and_the_second_call_does_nothing
     assert checkout.installed == set(), "April's own environment is left alone"
     shutil.rmtree(checkout.wheels)
     assert checkout.install(script=f"install-{package}.sh").stdout == f"april: {name} is already installed\n"
-
-
-@pytest.mark.full
-def test_sglang_that_cannot_be_fetched_is_one_sentence(checkout):
-    (checkout.devices / "nvidia0").touch()
-    shutil.copytree(checkout.root / ".venv", checkout.root / ".venv-sglang", symlinks=True)
-    result = checkout.install(script="install-sglang.sh")
-    assert result.returncode == 1
-    assert "pip could not install sglang==0.5.23" in result.stderr and "is the package index reachable" in result.stderr

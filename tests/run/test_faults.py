@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from april.observe.report.run_folder import read_records
 from tests.run.endless_loss import FILE
 from tests.support.marks import full
 from tests.support.run_processes import APRIL, assert_closed, steps_recorded, summary, wait_until
@@ -60,30 +59,6 @@ def test_a_run_whose_broker_cannot_write_keeps_its_learner_and_ends_when_told(ru
     newest = max((run_dir / "checkpoints").glob("step_*"))
     assert int(newest.name.partition("_")[2]) >= steps_recorded(run_dir)
     wait_until(lambda: job.descendants() == [])
-
-
-def workers_of_last_step(run_dir):
-    return {lane["worker"] for lane in read_records(run_dir / "metrics.jsonl")[-1]["lanes"]}
-
-
-@pytest.mark.full
-def test_a_worker_that_slept_too_long_reconnects_by_itself(run, run_dir):
-    """Its session and weight channel have ended meanwhile; it connects again without a restart."""
-    job = run("--broker.session_timeout_s", "2")
-    wait_until(lambda: steps_recorded(run_dir) >= 1, job)
-    wait_until(lambda: "worker-0" in workers_of_last_step(run_dir), job)
-    ((sleeper, _),) = job.descendants("--name worker-0")
-    os.kill(sleeper, signal.SIGSTOP)
-    wait_until(lambda: "worker worker-0 is lost" in (run_dir / "logs/broker.log").read_text(), job)
-    time.sleep(3.0)
-    os.kill(sleeper, signal.SIGCONT)
-    behind = steps_recorded(run_dir) + 2
-    wait_until(lambda: steps_recorded(run_dir) > behind, job)
-    wait_until(lambda: "worker-0" in workers_of_last_step(run_dir), job)
-    job.process.send_signal(signal.SIGINT)
-    assert job.wait() == 130
-    assert not job.restarts
-    assert_closed(run_dir)
 
 
 def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):

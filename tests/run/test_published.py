@@ -1,9 +1,7 @@
 """The published configurations with a tiny model and tiny budgets: each file of each folder trains a step on a CPU."""
 
-import shutil
 from pathlib import Path
 
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
@@ -54,42 +52,3 @@ def test_a_tiny_twin_trains_a_step(twin, start, policy_folder, tmp_path, monkeyp
         assert 0 < step["reward"] < 1, "only groups with spread are trained"
     else:
         assert set(step["reward_details"]) == {"boxed", "closed", "correct", "over_limit"}
-
-
-@pytest.mark.full
-def test_the_twin_of_gsm8k_trains_from_files_as_they_are_published(start, policy_folder, tmp_path):
-    """JSON lines to train on, a table of the hub to evaluate with, and half of what ends in an answer is right."""
-    rows = [
-        {"question": f"{row}*3+60= is odd or even: 1 or 0?", "answer": f"<<{row}*3+60={row * 3 + 60}>>\n#### {row % 2}"}
-        for row in range(10, 42)
-    ]
-    (tmp_path / "train.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in [*rows, {"question": "?"}]))
-    parquet.write_table(pa.Table.from_pylist(rows[:8]), tmp_path / "test-00000-of-00001.parquet")
-    keys = {
-        "model.path": answers_gsm8k(policy_folder, tmp_path / "policy"), "data.path": tmp_path / "train.jsonl",
-        "data.eval_path": tmp_path / "test-00000-of-00001.parquet", "data.bad_rows": "skip", "schedule.max_steps": 2,
-        "run.dir": tmp_path / "runs",
-    }  # fmt: skip
-    files = [str(FOLDER.parent / name) for name in ("gsm8k.toml", "gsm8k-cpu.toml")]
-    overrides = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
-    job = start("output", [*APRIL, "run", *files, *overrides])
-    assert job.wait() == 0, job.output
-    run_dir = tmp_path / "runs" / "gsm8k-cpu"
-    summary = assert_closed(run_dir)
-    assert (summary["state"], summary["steps"]) == ("finished", 2)
-    assert summary["data"] == {"rows": 32, "bad_rows": 1, "too_long": 0}
-    assert [entry["prompts"] for entry in summary["evaluation"]] == [8, 8]
-    for step in read_records(run_dir / "metrics.jsonl"):
-        assert (step["groups"], step["samples"]) == (8, 32)
-        assert 0 < step["reward"] < step["reward_details"]["marked"] <= 1
-
-
-def answers_gsm8k(policy_folder, folder):
-    """The policy as one that reads no more of a question than it knows, and writes its mark as `####`."""
-    shutil.copytree(policy_folder, folder)
-    tokenizer = (folder / "tokenizer.json").read_text()
-    assert tokenizer.count('"#"') == 1
-    changed = orjson.loads(tokenizer.replace('"#"', '"####"'))
-    changed["normalizer"] = {"type": "Replace", "pattern": {"Regex": r"=[\s\S]*"}, "content": "="}
-    (folder / "tokenizer.json").write_bytes(orjson.dumps(changed))
-    return folder

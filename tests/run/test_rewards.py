@@ -9,9 +9,8 @@ import orjson
 import pytest
 
 from april.broker.ledger.events import GroupOpened, Leased, LeaseEnded, SampleScored
-from april.cli import main
 from tests.support.journal_events import events
-from tests.support.run_processes import assert_closed, wait_until
+from tests.support.run_processes import wait_until
 
 WILD = """
 import functools, os, sys, time
@@ -124,35 +123,3 @@ def test_wild_verifiers_cost_their_own_groups_and_nothing_else(finish_run, run_d
     assert {letter["row"] for letter in letters} & names.keys()
     assert all(letter["attempts"] == 2 and "verifier 'wild:" in letter["error"] for letter in letters)
     assert summary["discarded_groups"] == {"dead_sample": len({letter["group"] for letter in letters})}
-
-
-@pytest.mark.full
-def test_a_run_that_ended_with_its_prompts_goes_on_with_those_whose_judge_was_down(
-    finish_run, start_run, run_dir, tmp_path, capsys
-):
-    """Resumed as it is, it says at once that it is finished; nothing has to run for failed prompts to be queued."""
-    up = tmp_path / "up"
-    (tmp_path / "down.py").write_text(
-        "import os\n"
-        "def judge(response, label, finish_reason):\n"
-        f"    if label == LABEL and not os.path.exists({str(up)!r}): raise OSError('the judge is down')\n"
-        "    return float(label in response)\n"
-        "LABEL = 'down'\n"
-    )
-    rows = [{"prompt": f"0{number}+10=", "label": "down" if number == 3 else str(number + 10)} for number in range(8)]
-    (tmp_path / "few.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    (tmp_path / "held_out.jsonl").write_bytes(orjson.dumps(rows[0]))
-    few = ["--data.path", str(tmp_path / "few.jsonl"), "--data.epochs", "1", "--schedule.last_batch", "train"]
-    few += ["--reward.name", "down:judge", "--reward.max_failed_share", "1", "--broker.attempts", "1"]
-    few += ["--learner.ranks", "1", "--schedule.max_steps", "50", "--data.eval_path", str(tmp_path / "held_out.jsonl")]
-    _, summary = finish_run(*few)
-    steps = summary["steps"]
-    assert summary["state"] == "finished" and summary["discarded_groups"] == {"dead_sample": 1}
-    job = start_run(*few, "--resume")
-    assert job.wait() == 0 and "prompts are exhausted" in job.output and "dead-letters" in job.output
-    assert main(["dead-letters", str(run_dir), "--requeue", "all"]) == 0
-    assert "no broker runs" in capsys.readouterr().out
-    up.touch()
-    job = start_run(*few, "--resume")
-    assert job.wait() == 0, job.output
-    assert assert_closed(run_dir)["steps"] == steps + 1

@@ -42,17 +42,9 @@ def test_two_ranks_send_a_part_each_to_both_workers(start_run, run_dir, policy_f
 def test_workers_pull_snapshots_and_join_without_a_learner(start_run, run_dir, policy_folder, gate):
     """A killed worker comes back with weights while the learner is stopped, which is killed then: nobody sends any."""
     pull = [
-        "--weights.transport",
-        "pull",
-        "--weights.delta",
-        "auto",
-        "--learner.ranks",
-        "2",
-        "--learner.lr",
-        "1e-2",
-        "--schedule.max_steps",
-        "4",
-    ]
+        "--weights.transport", "pull", "--weights.delta", "auto", "--learner.ranks", "2", "--learner.lr", "1e-2",
+        "--schedule.max_steps", "4",
+    ]  # fmt: skip
     job = start_run(*pull, *gate.hold(2))
     wait_until(lambda: steps_recorded(run_dir) == 2, job)
     wait_until(lambda: all(proven(run_dir, index, "0.2") for index in (0, 1)), job)

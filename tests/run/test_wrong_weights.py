@@ -52,13 +52,8 @@ def test_nothing_is_trained_that_other_weights_have_sampled(start_run, stuck, ru
 @pytest.mark.full
 def test_without_the_canary_the_tokens_that_are_trained_give_it_away(finish_run, stuck, run_dir):
     every_token = [
-        "--algorithm.entropy_coef",
-        "1e-3",
-        "--worker.count",
-        "1",
-        "--schedule.over_sampling_batch_size",
-        "4",
-    ]
+        "--algorithm.entropy_coef", "1e-3", "--worker.count", "1", "--schedule.over_sampling_batch_size", "4",
+    ]  # fmt: skip
     job, _ = finish_run(*stuck, *every_token, "--weights.canary", "false", "--sampling.max_response_tokens", "64")
     steps = read_records(run_dir / "metrics.jsonl")
     raised = [any(alarm["name"] == "engine_gap" for alarm in step["alarms"]) for step in steps]

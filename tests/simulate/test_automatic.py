@@ -121,9 +121,7 @@ def test_the_simulated_cache_behaves_as_the_run_s_engine_does(load):
 
 
 @pytest.mark.parametrize(
-    "servers",
-    [["--engine.servers", "2"], ["--engine.url", "http://a:1,http://b:1"]],
-    ids=["started", "kept by others"],
+    "servers", [["--engine.servers", "2"], ["--engine.url", "http://a:1,http://b:1"]], ids=["started", "kept by others"]
 )
 def test_every_server_of_a_worker_is_an_engine_with_its_slots(load, servers):
     config = load("continuous", "--engine", "sglang", *servers)

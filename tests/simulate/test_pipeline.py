@@ -167,13 +167,6 @@ def test_dropped_work_is_counted_and_shortens_what_is_trained():
     assert dropped.mean_length < 0.9 * kept.mean_length
 
 
-def test_recomputing_the_cache_costs_throughput():
-    keys = SCHEDULES["continuous"] | {"schedule__max_staleness": 8}
-    kept, again = (simulate(scenario(cost=GROWING, **keys, weights__keep_kv=keep)) for keep in (True, False))
-    assert kept.recomputed_share == 0 < again.recomputed_share
-    assert again.consumed_per_s < kept.consumed_per_s
-
-
 def test_a_round_under_the_same_weights_finds_its_partial_responses_in_the_caches():
     overlap, waiting = (
         simulate(scenario(cost=GROWING, learner__step_s=1.0, **SCHEDULES[name])) for name in ("overlap", "april")

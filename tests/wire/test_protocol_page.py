@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.page_client import Client, Worker, pack, reward_of, row, tables
+from tests.support.page_client import Client, Worker, pack, reward_of, row
 from tests.support.run_processes import assert_closed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
@@ -162,79 +162,6 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     assert not (broker.run_dir / "address").exists()
 
 
-def test_messages_that_the_page_calls_invalid_are_refused(learner, worker):
-    lease = worker.next_training_lease([0, 0])
-    worker.sockets["control"].send_multipart([b"nonsense"])
-    refused = worker.take("Refused")
-    assert refused.connection == "control" and refused.fields[0].startswith("bad message: ")
-    assert (refused.session, refused.sequence, refused.fields[1]) == (0, 0, 0)
-
-    arrays = tables([row(lease.id, 0, [3], [-1.0], [0, 0])])
-    damaged = pack("Report", [], arrays=arrays, session=worker.session)
-    damaged[2] = bytes([damaged[2][0] ^ 1]) + damaged[2][1:]
-    empty = tables([row(lease.id, 0, [], [], [0, 0])])
-    for message in (
-        damaged,
-        pack("Fetch", 0, session=worker.session),
-        pack("Report", [["Scored", lease.id, [1.0]]], session=worker.session),
-        pack("Report", [["Scored", lease.id, [1.0], [{}], "more"]], session=worker.session),
-        pack("Report", [["GiveBack", lease.id, 0, "boredom", ""]], session=worker.session),
-        pack("Report", [], arrays=arrays[:1], session=worker.session),
-        pack("Report", [], arrays=empty, session=worker.session),
-        pack("Hurrah", session=worker.session),
-    ):
-        worker.sockets["data"].send_multipart(message)
-        assert worker.take("Refused").fields[0].startswith("bad message: "), message
-
-    closing = ["Scored", lease.id, [1.0], [{}]]
-    worker.sockets["data"].send_multipart(pack("Report", [closing], session=987654, sequence=77))
-    refused = worker.take("Refused")
-    assert refused.fields == ["unknown session; say hello", 0] and refused.sequence == 77
-
-    worker.generate(lease, 1, [0, 0])
-    worker.send_chunk(lease, 1, [5], [float("nan")], [0, 0])
-    [[lease_id, reason]] = worker.take("Answers").fields[3]
-    assert lease_id == lease.id and reason.startswith("bad row: ")
-    worker.report(["Scored", lease.id, [float("nan")], [{}]])
-    assert worker.take("Answers").fields[3][0][1].startswith("bad score: ")
-    worker.send_chunk(lease, 1, [5] * 24, [-1.0] * 24, [0, 0])
-    beyond = worker.take("Answers")
-    assert beyond.fields == [[], [], [], [[lease.id, "chunk refused: invalid"]]], "beyond the budget"
-    assert beyond.session == worker.session
-    worker.send_chunk(lease, 1, [5], [-1.0], [0, 0])
-    assert worker.take("Answers").fields[3] == [[lease.id, "the lease is not current"]]
-
-    sequence = learner.send("Fetch", 7)
-    refused = learner.take("Refused")
-    assert refused.sequence == sequence and refused.fields[1] == 0
-
-
-def test_a_new_hello_keeps_the_leases_that_it_lists(worker):
-    kept, dropped = worker.next_training_lease([0, 0]), worker.next_training_lease([0, 0])
-    worker.generate(kept, 2, [0, 0])
-    old_session = worker.session
-    welcome = worker.hello([kept.id, 12345])
-    assert welcome[0] == worker.session != old_session and welcome[5] == [12345]
-    worker.send("WorkerCapacity", [0, 0], 10, 0.0)
-    worker.complete(kept, 2, [0, 0])
-    worker.report(["GiveBack", dropped.id, 0, "abort", ""])
-    assert worker.take("Answers").fields[3] == [[dropped.id, "the lease is not current"]]
-    worker.send("Heartbeat", [kept.id], 4, over="control")
-    while not (renewed := worker.take("Renewed")).fields[0]:
-        pass
-    assert renewed.connection == "control" and renewed.fields == [[kept.id]]
-
-
-@pytest.mark.full
-def test_a_recalled_sample_is_granted_again_with_its_tokens(worker):
-    lease = worker.next_training_lease([0, 0])
-    worker.generate(lease, 3, [0, 0])
-    worker.give_back(lease, "recall")
-    while (again := worker.next_lease()).sample != lease.sample:
-        pass
-    assert (again.ids, again.budget, again.seed) == (lease.ids, lease.budget - 3, lease.seed)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("broker", [["--data.source", "submitted"]], indirect=True)
 def test_a_client_written_from_the_page_submits_prompts_and_gets_them_back(broker, learner, worker):
@@ -302,19 +229,9 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
     of_work = [wire.Task, wire.Grant, wire.Scored, wire.TokenScored, wire.GiveBack, wire.Closed]
     of_work += [wire.AgentSession, wire.TurnRequest]
     parts = [
-        *of_work,
-        wire.Slots,
-        wire.Submission,
-        wire.GroupHead,
-        wire.SampleHead,
-        wire.SampleSpan,
-        wire.WeightFolder,
-        WeightPart,
-        TensorHead,
-        Canary,
-        Adapter,
-        DeltaBase,
-    ]
+        *of_work, wire.Slots, wire.Submission, wire.GroupHead, wire.SampleHead, wire.SampleSpan, wire.WeightFolder,
+        WeightPart, TensorHead, Canary, Adapter, DeltaBase,
+    ]  # fmt: skip
     kinds = [*wire.MESSAGES, *typing.get_args(AnyChannelMessage), *parts]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
     for kind in kinds:

@@ -109,9 +109,7 @@ def launcher_and_commands(config_file, keys, monkeypatch):
     return make
 
 
-def test_slurm_ends_only_unfinished_jobs_and_a_heterogeneous_one_by_its_first_id(
-    launcher_and_commands,
-):
+def test_slurm_ends_only_unfinished_jobs_and_a_heterogeneous_one_by_its_first_id(launcher_and_commands):
     launcher, commands = launcher_and_commands({"squeue": "1 2\n4 2\n3 1"})
     launcher.remember(main="1", holders={"2": "worker", "3": "worker"})
     launcher.stop()
@@ -199,15 +197,8 @@ def test_the_number_of_workers_is_given_as_workers_n():
 def test_a_launched_run_is_scaled_queried_and_stopped(config_file, tmp_path, capsys):
     run_dir = tmp_path / "runs" / "small"
     endless = [
-        "--schedule.max_steps",
-        "100000",
-        "--learner.ranks",
-        "1",
-        "--worker.count",
-        "1",
-        "--data.epochs",
-        "99999",
-    ]
+        "--schedule.max_steps", "100000", "--learner.ranks", "1", "--worker.count", "1", "--data.epochs", "99999",
+    ]  # fmt: skip
     assert main(["launch", str(config_file), "--on", "local", *endless]) == 0
     assert (run_dir / FOLDER / "worker-0.sh").is_file()
 

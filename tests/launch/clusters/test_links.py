@@ -29,11 +29,8 @@ def start_parts(config_file, tmp_path):
     @contextmanager
     def begin(count, link=None, own="", **options):
         fixed = {
-            "security.keys": tmp_path / "keys",
-            "worker.device": "cpu",
-            "learner.device": "cpu",
-            "data.epochs": 1000,
-        }
+            "security.keys": tmp_path / "keys", "worker.device": "cpu", "learner.device": "cpu", "data.epochs": 1000,
+        }  # fmt: skip
         chosen = fixed | {key.replace("__", "."): value for key, value in options.items()}
         run_dir = tmp_path / "runs" / "small"
         with (

@@ -128,15 +128,9 @@ def test_hostile_sample_text_is_shown_as_text(serve, open_page, runs_folder):
 
 
 VIEWS = {
-    "run": ".chart canvas",
-    "samples": ".excerpt",
-    "samples/5/50/1": ".tokens [data-v]",
-    "samples/5/50": ".card pre",
-    "now": ".fact .note",
-    "timeline": "canvas.lanes[aria-label*=over]",
-    "compare": ".excerpt",
-    "logs": "pre.log",
-}
+    "run": ".chart canvas", "samples": ".excerpt", "samples/5/50/1": ".tokens [data-v]", "samples/5/50": ".card pre",
+    "now": ".fact .note", "timeline": "canvas.lanes[aria-label*=over]", "compare": ".excerpt", "logs": "pre.log",
+}  # fmt: skip
 """and what is there once they are drawn"""
 
 

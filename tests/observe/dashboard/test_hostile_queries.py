@@ -5,21 +5,8 @@ from urllib.parse import quote
 import pytest
 
 VALUES = [
-    "-1",
-    "9" * 5000,
-    "-" + "9" * 30,
-    "1e300",
-    "-1e300",
-    "nan",
-    "inf",
-    "1_0",
-    "٣",
-    "f" * 5000,
-    "-f",
-    "\x00",
-    ".",
-    "{}",
-]
+    "-1", "9" * 5000, "-" + "9" * 30, "1e300", "-1e300", "nan", "inf", "1_0", "٣", "f" * 5000, "-f", "\x00", ".", "{}",
+]  # fmt: skip
 PARAMETERS = {
     "runs/demo/samples": ["prompt", "offset", "before", "sort", "text", "step.min", "reward.max", "is.x", "x.min"],
     "runs/demo/search": ["prompt", "before", "offset", "text", "sort"],

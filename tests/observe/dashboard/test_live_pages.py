@@ -7,7 +7,7 @@ import pytest
 
 from april.observe.report.timeline import waiting_for
 from tests.support.browser_page import ALL_SAMPLES, fits, go, picture, samples, shown, wrong_for_assistance
-from tests.support.dashboard_runs import GROUPS, NARROW, SIZE, WIDE, add_step, make_run
+from tests.support.dashboard_runs import NARROW, WIDE
 from tests.support.run_processes import steps_recorded, summary, wait_until
 
 pytestmark = pytest.mark.browser
@@ -153,15 +153,3 @@ def test_a_live_run_says_what_it_waits_for_and_its_steps_arrive(serve, open_page
     page.locator("tbody tr th a").first.click()
     page.locator(".tokens [data-v]").first.wait_for()
     page.get_by_role("heading", name="Its life").wait_for()
-
-
-def test_a_step_and_its_samples_are_seen_arriving(serve, open_page, tmp_path):
-    run = make_run(tmp_path, steps=3)
-    page = open_page(serve(run))
-    page.locator(".fact", has_text="Step3").wait_for()
-    step = add_step(run)
-    page.locator(".fact", has_text=f"Step{step}").wait_for()
-    go(page, "Samples")
-    page.get_by_text(f"{step * GROUPS * SIZE} samples").wait_for()
-    step = add_step(run)
-    page.get_by_text(f"{step * GROUPS * SIZE} samples").wait_for()
