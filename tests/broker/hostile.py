@@ -18,22 +18,8 @@ from tests.support.broker_conversation import chunk, observation
 
 EXTREMES = [0, 1, -1, 2, 2**31, -(2**31), 2**32, 2**53, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1]
 JUNK = [
-    None,
-    True,
-    -1,
-    2**64 - 1,
-    1.5,
-    float("nan"),
-    float("inf"),
-    "",
-    "x" * 300,
-    b"\x00",
-    [],
-    [[[]]],
-    {},
-    {"a": 1},
-    "\n",
-]
+    None, True, -1, 2**64 - 1, 1.5, float("nan"), float("inf"), "", "x" * 300, b"\x00", [], [[[]]], {}, {"a": 1}, "\n",
+]  # fmt: skip
 TOKENS = [np.ones(3, "i4"), np.full(3, -1.0, "f4")]
 ABSURD = [0.0, -1e308, float("nan"), float("inf")]
 CLOSINGS = [
@@ -303,10 +289,8 @@ class Attacker:
     def absurd_scores(self):
         """A score on the sender's own lease with invalid rewards or details."""
         holder, bad = self.chance.choice(self.arena.holders), self.chance.choice([float("nan"), float("-inf")])
-        lease_id, many = (
-            self.arena.a_lease_of(holder),
-            {f"d{number}": 0.0 for number in range(limits.MAX_REWARD_DETAILS + 1)},
-        )
+        lease_id = self.arena.a_lease_of(holder)
+        many = {f"d{number}": 0.0 for number in range(limits.MAX_REWARD_DETAILS + 1)}
         message = self.chance.choice(
             [
                 wire.Scored(lease_id, [bad], [{}]),

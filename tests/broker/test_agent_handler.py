@@ -180,11 +180,11 @@ def test_a_closed_session_waits_for_its_verifier(talk, worker, agents, told):
     assert sample_of(talk, told).state is SampleState.DONE
 
 
-@pytest.mark.parametrize("count, says", [(40, "has no room for so much"), (32, "has no room for so much")])
-def test_a_turn_that_leaves_no_room_ends_its_session(talk, agents, told, count, says):
+@pytest.mark.parametrize("count", [32, 40])
+def test_a_turn_that_leaves_no_room_ends_its_session(talk, agents, told, count):
     agents.say_to_policy(told.lease_id, 0, count)
     ((lease_id, reason),) = agents.answers("rejects")
-    assert lease_id == told.lease_id and says in reason
+    assert lease_id == told.lease_id and "has no room" in reason
     assert (sample_of(talk, told).length, sample_of(talk, told).attempts) == (0, 1)
 
 

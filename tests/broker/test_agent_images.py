@@ -14,7 +14,7 @@ from april.data.images import name_of, prepare
 from april.learner.source import decode_groups
 from april.wire.rows import observation_row
 from tests.support.broker_conversation import AGENTS, Conversation, FakeAgents, FakeLearner, FakeWorker, joined
-from tests.support.picture_rows import picture, write_picture_tokenizer
+from tests.support.picture_rows import fetched, image_files, picture, write_picture_tokenizer
 
 
 @pytest.fixture
@@ -85,16 +85,6 @@ def answer(worker, count=4):
     return grant
 
 
-def fetched(peer, names):
-    peer.say(wire.FetchImages(names))
-    [received] = peer.take(wire.Images)
-    return [name_of(bytes(array.data)) for array in received.packed]
-
-
-def files(config):
-    return {path.stem for path in (config.run_dir / "images").glob("*")}
-
-
 def test_a_turn_is_granted_with_the_images_of_its_session_so_far(talk, worker, agents, told, red, blue):
     for image in (red, blue):
         assert bring(agents, image.png, part_bytes=50) == wire.ImageKept(image.name)
@@ -104,7 +94,7 @@ def test_a_turn_is_granted_with_the_images_of_its_session_so_far(talk, worker, a
     second = answer(worker)
     assert first.shown_images == [(red.name, 0)], "first of the task, which has none, and then of the sample"
     assert second.shown_images == [(red.name, 0), (blue.name, 7), (red.name, 7)]
-    assert fetched(worker, [blue.name, red.name]) == [blue.name, red.name]
+    assert fetched(worker, [blue.name, red.name]) == {image.name: image.png for image in (red, blue)}
 
 
 def test_a_request_that_names_an_image_that_the_broker_lacks_is_refused(talk, agents, told, red):
@@ -135,7 +125,7 @@ def test_too_many_images_in_a_request_are_no_turn_request(talk, agents, told, re
 def test_what_is_no_prepared_image_is_not_kept(damage, says, talk, config, agents, red):
     png, name = damage(red.png)
     assert says in bring(agents, png, name).fault
-    assert files(config) == set()
+    assert image_files(config) == set()
 
 
 def test_parts_that_do_not_follow_each_other_or_are_too_large_are_refused(talk, agents, red):
@@ -183,7 +173,7 @@ def test_the_learner_gets_each_fork_with_its_images(talk, learner, worker, agent
     samples = [sample for _, group in groups for sample in group]
     shown = {(sample.fork, sample.images, sample.image_starts) for sample in samples}
     assert shown == {(0, (red.png, blue.png), (0, 7)), (1, (red.png,), (0,))}
-    assert fetched(learner, [red.name]) == [red.name]
+    assert fetched(learner, [red.name]) == {red.name: red.png}
 
 
 def test_a_session_that_moves_and_a_broker_that_restarts_keep_images_and_offsets(talk, worker, agents, told, red):
@@ -211,14 +201,14 @@ def test_an_image_waits_for_its_turn_and_goes_when_none_comes(talk, config, agen
     talk.service.payloads.images.reclaim_is_due = True
     for _ in range(3):
         talk.tick(1.0)
-    assert files(config) == {red.name, blue.name}
+    assert image_files(config) == {red.name, blue.name}
     talk.restart_broker()
     for _ in range(2):
         talk.tick(PIN_S - 10)
-    assert files(config) == {red.name, blue.name}
+    assert image_files(config) == {red.name, blue.name}
     for _ in range(3):
         talk.tick(PIN_S)
-    assert files(config) == {red.name}
+    assert image_files(config) == {red.name}
 
 
 def test_what_an_agent_was_shown_and_was_discarded_keeps_its_images_for_the_sample_logs(

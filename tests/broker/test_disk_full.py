@@ -221,6 +221,7 @@ def many_files(config_file):
     config_file.write_text(f'{text}{broker}\nsecurity = {{ keys = "off" }}\n')
 
 
+@pytest.mark.full
 def test_idle_connections_may_take_every_descriptor_without_loss(many_files, broker, join):
     worker, monitor = join(broker.address, "worker"), join(broker.address, "monitor")
     lease_id = generate_three(worker, join(broker.address, "learner"))

@@ -19,7 +19,7 @@ from april.config import ConfigError
 from april.data.images import name_of, prepare
 from april.data.rows import BadRow, RowImage
 from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker, joined
-from tests.support.picture_rows import picture, write_picture_tokenizer
+from tests.support.picture_rows import fetched, image_files, picture, write_picture_tokenizer
 
 COLORS = ("red", "green", "blue", "black", "white", "gray", "orange", "purple")
 
@@ -49,19 +49,9 @@ def talk(config, monkeypatch):
     return Conversation(config)
 
 
-def files(config):
-    return {path.stem for path in (config.run_dir / "images").glob("*")}
-
-
 def needed(talk):
     """Names of images that the broker may be asked for."""
     return {*talk.service.history.live_images(), *talk.service.prompts.upcoming_images()}
-
-
-def fetched(peer, names):
-    peer.say(wire.FetchImages(names))
-    [received] = peer.take(wire.Images)
-    return dict(zip(received.message.names, (bytes(array.data) for array in received.packed), strict=True))
 
 
 def test_a_grant_names_its_image_and_counts_its_tokens_and_the_file_is_fetched_by_name(talk, config):
@@ -121,7 +111,7 @@ def test_a_file_that_no_record_names_is_removed_at_a_start_and_those_of_live_gro
     talk.restart_broker()
     talk.tick(1.0)
     talk.tick(1.0)
-    assert files(config) == needed(talk) >= live and live
+    assert image_files(config) == needed(talk) >= live and live
     worker = joined(FakeWorker(talk, "w1"))
     assert all(fetched(worker, [name])[name] for name in live)
 
@@ -165,7 +155,7 @@ def test_images_are_on_disk_before_their_prompts_are_drawn(talk, config):
     wait_for_threads(talk)
     images = [book.row(2, position).images[0] for position in range(2)]
     names = {prepare(book.rows.image_source(image), book.tokenizer.image_rule).name for image in images}
-    assert len(names) == 2 and names <= files(config) and names <= set(book.upcoming_images())
+    assert len(names) == 2 and names <= image_files(config) and names <= set(book.upcoming_images())
 
 
 def test_the_image_of_a_held_out_prompt_stays_for_the_next_evaluation(talk, config):
@@ -175,7 +165,7 @@ def test_the_image_of_a_held_out_prompt_stays_for_the_next_evaluation(talk, conf
     for _ in range(2):
         payloads.reclaim_images(lambda: (), talk.now)  # as once the evaluation is recorded
         talk.journal.sync()
-    assert files(config) == set(talk.service.prompts.upcoming_images()) >= {name}
+    assert image_files(config) == set(talk.service.prompts.upcoming_images()) >= {name}
 
 
 def test_a_picture_that_cannot_be_prepared_is_told_once_by_the_thread_that_found_it_and_tried_again(talk, monkeypatch):
@@ -203,7 +193,7 @@ def test_a_disk_that_was_full_is_tried_again(talk, config, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         book.keep_images(False, 1, 0)
     monkeypatch.setattr(ImageStore, "keep", keep)
-    assert set(book.keep_images(False, 1, 0)) <= files(config)
+    assert set(book.keep_images(False, 1, 0)) <= image_files(config)
 
 
 def refused_for_want_of_room(store, name, png):
@@ -219,7 +209,7 @@ def forget_files(talk):
     """Have the images of the run gone from disk, as they are once the journal was reclaimed."""
     store = talk.service.payloads.images
     wait_for_threads(talk)
-    for name in files(talk.config):
+    for name in image_files(talk.config):
         store._path(name).unlink()
         store._kept.discard(name)
 

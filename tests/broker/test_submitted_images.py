@@ -10,7 +10,7 @@ from april.broker.ledger.events import PromptSubmitted
 from april.data.images import name_of, prepare
 from april.wire.sessions import image_parts
 from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker, joined
-from tests.support.picture_rows import picture, write_picture_tokenizer
+from tests.support.picture_rows import fetched, image_files, picture, write_picture_tokenizer
 
 TEXT = 5
 """A token id that is no placeholder."""
@@ -76,16 +76,6 @@ def complete_batch(learner, worker, step):
     return batch[0], [grant for grant in grants if not grant.evaluation]
 
 
-def fetched(peer, names):
-    peer.say(wire.FetchImages(names))
-    [received] = peer.take(wire.Images)
-    return [name_of(bytes(array.data)) for array in received.packed]
-
-
-def files(config):
-    return {path.stem for path in (config.run_dir / "images").glob("*")}
-
-
 def test_grants_and_batches_have_the_images_of_submitted_prompts_and_count_their_tokens(talk, config, rule, red, blue):
     learner, worker = joined(FakeLearner(talk)), joined(FakeWorker(talk))
     assert bring(learner, red) == bring(learner, blue) == ""
@@ -95,7 +85,8 @@ def test_grants_and_batches_have_the_images_of_submitted_prompts_and_count_their
     assert {head.prompt_number: head.images for head in batch.groups} == shown
     assert {head.prompt_number: head.prompt_tokens for head in batch.groups} == {0: 1 + 4 + 6, 1: 1 + 6}
     assert {tuple(grant.images) for grant in grants} == {tuple(images) for images in shown.values()}
-    assert fetched(worker, [blue.name, red.name]) == [blue.name, red.name] == fetched(learner, [blue.name, red.name])
+    files = {image.name: image.png for image in (red, blue)}
+    assert fetched(worker, list(files)) == fetched(learner, list(files)) == files
     assert b"\x89PNG" not in b"".join(path.read_bytes() for path in (config.run_dir / "journal").glob("*"))
 
 
@@ -104,7 +95,7 @@ def test_no_record_names_an_image_before_its_file_is_on_disk(talk, config, rule,
 
     def recorded(event, arrays=()):
         if isinstance(event, PromptSubmitted):
-            seen.append((event.images, files(config)))
+            seen.append((event.images, image_files(config)))
         return write(event, arrays)
 
     monkeypatch.setattr(talk.ledger, "write", recorded)
@@ -127,7 +118,7 @@ def test_images_of_prompts_that_wait_outlive_restarts_snapshots_and_time(talk, c
     for _ in range(5):
         talk.take_snapshot()
         talk.tick(700.0)
-    assert files(config) == {red.name, blue.name}
+    assert image_files(config) == {red.name, blue.name}
     talk.restart_broker()
     learner, worker = joined(FakeLearner(talk)), joined(FakeWorker(talk))
     batch, _ = complete_batch(learner, worker, 0)
@@ -145,14 +136,14 @@ def test_files_go_once_no_batch_needs_their_prompt(talk, config, rule, red, blue
     for _ in range(4):
         talk.take_snapshot()
         talk.tick(700.0)
-    assert files(config) == {red.name, blue.name}, "a trainer may go back to the batch"
+    assert image_files(config) == {red.name, blue.name}, "a trainer may go back to the batch"
     learner = FakeLearner(talk)
     learner.join(step=1)
     learner.durable(1)
     for _ in range(4):
         talk.take_snapshot()
         talk.tick(700.0)
-    assert files(config) == {blue.name}
+    assert image_files(config) == {blue.name}
     assert talk.ledger.prompts.images == {2: [blue.name]}
     learner = FakeLearner(talk)
     learner.join(step=1)

@@ -190,7 +190,8 @@ def test_tuning_takes_the_smallest_value_close_to_the_best_within_the_mean_stale
         tune(load_scenario(small), most_staleness=0.0)
 
 
-def test_tuning_continuous_chooses_the_samples_in_flight(small):
+def test_tuning_continuous_chooses_the_samples_in_flight(small, monkeypatch):
+    monkeypatch.setattr("april.simulate.tune.TUNED_RESPONSES", 200)
     scenario = load_scenario(small, [("schedule.kind", "continuous")])
     choice = tune(scenario)
     assert choice.key == "schedule.in_flight" and 1 <= choice.value <= 32

@@ -17,7 +17,7 @@ from tests.support.synthetic_run import START_S, write_run
 HOSTILE = [
     "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">",
     "שלום \u202e txet sdrawkcab \u2066 of both ways",
-    "w" * 100_000,
+    "w" * 10_000,
     "a\0b\x07\x1b[31m red \r\n and &lt;b&gt; {{7*7}} ${7*7} 日本語 🎉",
 ]
 """Responses of the first samples of the first step: HTML, bidirectional text, very long text and control characters."""
@@ -76,7 +76,7 @@ def places():
 def row(step, group, index, letters, chance, text=None):
     prompt = f"How much is {group} + {group}? "
     response = text or f"Let me think about step {step}. It is {group + group + (index == 3)} ✓"
-    ids, count = letters.encode(response).ids, len(letters.encode(response).ids)
+    count = len(ids := letters.encode(response).ids)
     cut = count // 2 if index % 2 and step > 2 else 0
     segments = [{"start": cut, "end": count, "branch": 0, "step": step - 1}]
     if cut:

@@ -5,6 +5,7 @@ import json
 
 from PIL import Image
 
+from april import wire
 from april.learner.policy.arithmetic import build_tokenizer
 
 TEMPLATE = (
@@ -20,6 +21,18 @@ def picture(color="red", size=(16, 16), kind="PNG"):
     content = io.BytesIO()
     Image.new("RGB", size, color).save(content, kind)
     return content.getvalue()
+
+
+def image_files(config):
+    """Names of the images in a run's folder."""
+    return {path.stem for path in (config.run_dir / "images").glob("*")}
+
+
+def fetched(peer, names):
+    """A broker's answer to a peer that asks for images: their files by name."""
+    peer.say(wire.FetchImages(names))
+    [received] = peer.take(wire.Images)
+    return dict(zip(received.message.names, (bytes(array.data) for array in received.packed), strict=True))
 
 
 def write_picture_tokenizer(folder, config=None):

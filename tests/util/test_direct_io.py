@@ -34,7 +34,7 @@ def append(path, batches: list[list[int]], uncached) -> bytes:
     return whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches=BATCHES)
 def test_a_file_is_the_same_written_through_the_cache_or_past_it(batches, tmp_path_factory):
     path = tmp_path_factory.mktemp("disk") / "file"

@@ -71,9 +71,9 @@ NOTICED = {
 
 def test_every_place_that_starts_a_thread_says_who_notices_its_failure():
     found = {}
-    for path in PACKAGE.rglob("*.py"):
+    for path, tree in modules_with_threads():
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        for name, kind in starts_of_threads(ast.parse(path.read_text())):
+        for name, kind in starts_of_threads(tree):
             found[f"{module}:{name}"] = kind
     assert found.keys() == NOTICED.keys()
     plain = {place for place, kind in found.items() if kind == "PartThread"}
@@ -84,13 +84,22 @@ def test_every_place_that_starts_a_thread_says_who_notices_its_failure():
 def test_no_thread_has_a_method_or_attribute_in_place_of_one_of_python_s():
     """`Thread.join` calls `Thread._stop`, for example: with one of ours in its place it would raise."""
     python_s = {*dir(threading.Thread), *vars(threading.Thread())} - {"__init__", "__doc__", "run", "name", "daemon"}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in modules_with_threads():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and dict(starts_of_threads(ast.Module([node], []))).get(node.name):
                 methods = {each.name for each in ast.walk(node) if isinstance(each, ast.FunctionDef)}
                 attributes = {each.attr for each in ast.walk(node)
                               if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)}  # fmt: skip
                 assert not python_s & (methods | attributes), f"{path}: {node.name}"
+
+
+KINDS = ("Thread", "PartThread", "ThreadPoolExecutor", "Timer")
+
+
+def modules_with_threads():
+    """(path, syntax tree) of each module in which one of the KINDS is named."""
+    texts = ((path, path.read_text()) for path in PACKAGE.rglob("*.py"))
+    return [(path, ast.parse(text)) for path, text in texts if any(kind in text for kind in KINDS)]
 
 
 def starts_of_threads(tree, within=""):
@@ -100,7 +109,7 @@ def starts_of_threads(tree, within=""):
         words = node.bases if isinstance(node, ast.ClassDef) else [node.func] if isinstance(node, ast.Call) else []
         for word in words:
             kind = ast.unparse(word).rpartition(".")[2]
-            if kind in ("Thread", "PartThread", "ThreadPoolExecutor", "Timer"):
+            if kind in KINDS:
                 yield name, kind
         yield from starts_of_threads(node, name)
 

@@ -157,6 +157,7 @@ def test_a_report_carries_the_figures_of_its_run(tmp_path):
     assert [lane["worker"] for lane in shown["api/runs/demo/lanes"]["lanes"]] == ["worker-0", "worker-1", "worker-2"]
 
 
+@pytest.mark.full
 def test_a_long_run_s_report_has_means_over_equal_numbers_of_steps_and_is_hardly_larger(tmp_path):
     run_dir = write_run(tmp_path / "demo", steps=1)
     (line,) = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()][-1:]
