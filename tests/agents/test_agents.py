@@ -367,7 +367,7 @@ def test_a_class_is_instantiated_once_and_its_error_is_raised_in_each_session(ti
 
 def test_options_for_a_function_are_refused():
     agent = AgentSection(program="tests.support.agent_programs:as_told", options={"times": 3})
-    with pytest.raises(ConfigError, match=r"'agent.options' = {'times': 3} is for a program that is a class"):
+    with pytest.raises(ConfigError, match=r"'agent.options' = {'times': 3}"):
         check_agent(SimpleNamespace(agent=agent))
 
 

@@ -139,7 +139,7 @@ def test_unencrypted_listening_beyond_this_machine_is_refused(config_file, overr
 def test_a_public_attach_api_without_a_key_is_refused(config_file, overrides):
     assert configuration.load(config_file, ["--agent.program", "my_agent:run", *overrides])
     attached = ["--agent.attach", "true", *overrides]
-    with pytest.raises(ConfigError, match=r"'agent.attach' = true .* would give sessions to anybody"):
+    with pytest.raises(ConfigError, match=r"'agent.attach' = true"):
         configuration.load(config_file, attached)
     assert configuration.load(config_file, [*attached, "--agent.attach_keyfile", "harness.key"])
 

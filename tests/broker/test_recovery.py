@@ -99,7 +99,7 @@ def test_a_stored_checkpoint_proves_a_loss_too_and_is_renamed_when_it_is_accepte
     assert stored.steps() == {1} and any(name.endswith("SHA256SUMS.beyond") for name in stored.objects.names())
     assert not [line for line in check_resume(config) if "given up" in line]
     assert make_run_folder(elsewhere(config, tmp_path)).run.name == f"{config.run.name}-2", "another run has the name"
-    with pytest.raises(ConfigError, match=r"key 'learner.checkpoint_store': none-such://bucket/small cannot be listed"):
+    with pytest.raises(ConfigError, match="checkpoint_store': none-such://bucket/small"):
         check_resume(with_store(config, "none-such://bucket"))
 
 

@@ -104,7 +104,7 @@ def test_the_advice_about_stale_tokens_is_for_the_algorithms_in_use():
 
 
 def test_submitted_prompts_are_of_no_source():
-    with pytest.raises(ConfigError, match="'submitted' brings prompts of no source"):
+    with pytest.raises(ConfigError, match="'submitted'"):
         check_algorithms(of_sources([{"algorithm": DISTILLED}]).model_copy(update={"data": submitted()}))
 
 
@@ -123,5 +123,5 @@ def test_a_process_without_losses_imports_none_of_a_source(config_file):
 
 
 def test_a_trainer_of_one_s_own_has_its_own_algorithm():
-    with pytest.raises(ConfigError, match=r"'data.sources.1.algorithm' = .* is for April's learner"):
+    with pytest.raises(ConfigError, match=r"'data.sources.1.algorithm'"):
         check_needs_no_critic(made(DISTILLED))

@@ -81,7 +81,7 @@ def test_weights_that_stay_on_an_accelerator_are_in_its_plan(config_file):
 
 
 def test_sharing_is_refused_for_a_launched_run(config_file):
-    with pytest.raises(ConfigError, match=r"'devices\.share' = true is for `april run`"):
+    with pytest.raises(ConfigError, match=r"'devices.share' = true"):
         check_launch(load(config_file, SHARED), needs_keys=False)
 
 

@@ -81,14 +81,14 @@ def test_a_config_json_that_is_no_object_is_refused_with_a_sentence(changed, tex
     config = changed()
     (config.model.path / "config.json").write_text(text)
     assert read_shape(config.model.path) is None
-    with pytest.raises(configuration.ConfigError, match=r"a config\.json that is not a JSON object"):
+    with pytest.raises(configuration.ConfigError, match="not a JSON object"):
         check_model(config)
 
 
 @pytest.mark.parametrize("keys", [{"hidden_size": "abc"}, {"vocab_size": 12.5}, {"num_hidden_layers": -1}])
 def test_a_size_that_is_none_is_refused_by_its_key(changed, keys):
     [(key, size)] = keys.items()
-    with pytest.raises(configuration.ConfigError, match=f"a config.json with {key} = {size!r}, which is no size"):
+    with pytest.raises(configuration.ConfigError, match=f"{key} = {size!r}"):
         changed(**keys)
 
 
@@ -136,7 +136,7 @@ def test_a_trial_imports_no_file_of_the_working_folder_in_place_of_a_module(chan
 def test_weights_by_peft_s_names_are_refused(changed):
     file = (folder := changed().model.path) / "model.safetensors"
     save_file({f"base_model.model.{name}": value for name, value in load_file(file).items()}, file)
-    with pytest.raises(configuration.ConfigError, match="has weights by peft's names, such as base_model"):
+    with pytest.raises(configuration.ConfigError, match="peft's names"):
         check_weights(folder)
 
 

@@ -159,10 +159,10 @@ if "s3" in KINDS:
         with pytest.raises(StoreLacks, match=r"s3://missing/run/"):
             ObjectStore("s3://missing/run").tried_once().probe()
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-        with pytest.raises(StoreError, match="Could not connect to the endpoint URL"):
+        with pytest.raises(StoreError, match="endpoint URL"):
             ObjectStore(s3).tried_once().probe()
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.delenv(name)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        with pytest.raises(StoreRefused, match="Unable to locate credentials"):
+        with pytest.raises(StoreRefused, match="credentials"):
             ObjectStore(s3).tried_once().probe()

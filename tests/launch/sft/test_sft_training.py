@@ -212,7 +212,7 @@ def test_held_out_rows_that_are_too_long_are_counted_and_warned_of(configured):
 def test_a_run_does_not_go_on_with_other_rows_or_in_another_order(one_rank, configured):
     train(configured("--schedule.max_steps", "2"))
     for key in ("seed", "sft.batch_size"):
-        with pytest.raises(ConfigError, match=f"key '{key}' = 3 is not what the run began with"):
+        with pytest.raises(ConfigError, match=f"key '{key}' = 3"):
             train(configured(f"--{key}", "3"))
 
 
@@ -257,7 +257,7 @@ def test_more_epochs_are_refused_behind_a_last_batch_that_was_not_full(one_rank,
     train(configured("--data.epochs", "1", "--schedule.max_steps", "3"))  # 18 of 20 rows
     assert train(configured("--data.epochs", "1")).step_count == 4
     assert train(configured("--data.epochs", "1")).step_count == 4
-    with pytest.raises(ConfigError, match=r"key 'data.epochs' = 2 gives more rows than the 20"):
+    with pytest.raises(ConfigError, match=r"key 'data.epochs' = 2 .* 20"):
         train(configured("--data.epochs", "2"))
 
 
