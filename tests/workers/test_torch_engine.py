@@ -69,10 +69,9 @@ def test_a_sample_draws_afresh_at_every_position(make_engine):
         assert_agree(np.bincount((differences % VOCABULARY).ravel(), minlength=VOCABULARY), flat)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("cuts", [[1], [13], [5, 6, 150]])
-def test_a_resumed_run_equals_the_uninterrupted_one(make_engine, tiny_model, temperature, cuts):
-    request = Request(1, prompt(), 160, seed=11, temperature=temperature)
+@pytest.mark.parametrize("cuts", [[1], [5, 6, 150]])
+def test_a_resumed_run_equals_the_uninterrupted_one(make_engine, tiny_model, cuts):
+    request = Request(1, prompt(), 160, seed=11)
     whole = drive(make_engine(), [request])[1]
     segments, rest = [], request
     for steps in [*np.diff([0, *cuts]).tolist(), None]:
@@ -145,10 +144,9 @@ def test_a_group_s_prompt_is_prefilled_once_whenever_its_samples_arrive(make_eng
         assert_true_logprobs(tiny_model(), request, stream)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
-def test_under_new_weights_shared_prefixes_are_prefilled_once_again(make_engine, tiny_model, computed, architecture):
+def test_under_new_weights_shared_prefixes_are_prefilled_once_again(make_engine, tiny_model, computed):
     """Two groups behind one template. Groups of lengths are left, and every log-probability is that of its weights."""
-    old, new = tiny_model(architecture, 0), tiny_model(architecture, 1)
+    old, new = tiny_model(seed=0), tiny_model(seed=1)
     template, questions = prompt(100), [prompt(70, seed=8), prompt(90, seed=9)]
     requests = [
         Request(i, np.concatenate([template, questions[i % 2]]), 60 + 9 * i, seed=i, temperature=0.8) for i in range(8)
@@ -256,11 +254,11 @@ def test_steps_that_run_ahead_of_the_host_lose_and_repeat_nothing(make_engine):
 
 
 def test_a_sample_does_not_depend_on_what_runs_beside_it(make_engine):
-    requests = requests_of_many_shapes(16, temperature=0.9)
+    requests = requests_of_many_shapes(9, temperature=0.9)
     requests[3] = replace(requests[3], top_k=5)
     requests[5] = replace(requests[5], temperature=0.0)
     requests[6] = replace(requests[6], top_p=0.5)
-    together = drive(make_engine(slots=8), requests)
+    together = drive(make_engine(slots=5), requests)
     reversed_order = drive(make_engine(slots=3), requests[::-1])
     for request in requests:
         alone = drive(make_engine(slots=1), [request])[request.id]
