@@ -35,13 +35,9 @@ class Row:
 
     def to_json(self) -> dict:
         return {
-            "name": self.name,
-            "value": self.of(self.measured),
-            "unit": self.unit,
-            "n": len(self.measured),
-            "min": min(self.measured),
-            "max": max(self.measured),
-        }
+            "name": self.name, "value": self.of(self.measured), "unit": self.unit, "n": len(self.measured),
+            "min": min(self.measured), "max": max(self.measured),
+        }  # fmt: skip
 
 
 def parser(description: str) -> argparse.ArgumentParser:

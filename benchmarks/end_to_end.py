@@ -85,18 +85,11 @@ def run_trl(folder: Path, policy: Path, prompts: Path, seed: int, overrides: lis
         configuration_file(folder), ["--model.path", str(policy), "--data.path", str(prompts), *overrides]
     )
     settings = {
-        "policy": str(policy),
-        "prompts": str(prompts),
-        "seed": seed,
-        "threads": threads,
-        "groups": config.schedule.rollout_batch_size,
-        "group_size": config.schedule.n_samples_per_prompt,
-        "max_response_tokens": config.sampling.max_response_tokens,
-        "steps": config.schedule.max_steps,
-        "lr": config.learner.lr,
-        "warmup_steps": config.learner.warmup_steps,
-        "betas": config.learner.betas,
-    }
+        "policy": str(policy), "prompts": str(prompts), "seed": seed, "threads": threads,
+        "groups": config.schedule.rollout_batch_size, "group_size": config.schedule.n_samples_per_prompt,
+        "max_response_tokens": config.sampling.max_response_tokens, "steps": config.schedule.max_steps,
+        "lr": config.learner.lr, "warmup_steps": config.learner.warmup_steps, "betas": config.learner.betas,
+    }  # fmt: skip
     path, log = folder / f"trl{seed}.json", folder / f"trl{seed}.jsonl"
     path.write_bytes(orjson.dumps(settings))
     script = Path(__file__).with_name("trl_side.py")

@@ -90,18 +90,10 @@ def run_generate(model, work: Work) -> None:
             mask[row, width - len(prompt) :] = 1
         longest = int(lengths.max())
         output = model.generate(
-            padded,
-            attention_mask=mask,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=None,
-            pad_token_id=0,
-            use_cache=True,
-            max_new_tokens=longest,
+            padded, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None,
+            pad_token_id=0, use_cache=True, max_new_tokens=longest,
             stopping_criteria=StoppingCriteriaList([RowLengths(width, lengths)]),
-        )
+        )  # fmt: skip
         assert output.shape[1] == width + longest
 
 

@@ -62,16 +62,9 @@ MEMORY_MEASURES = ("logits_memory_ratio", "load_peak_bytes_per_rank")
 OPTIMIZER_MEASURES = ("adamw8_memory", "adamw8_step", "muon_memory", "muon_step", "host_step")
 PLAN_MEASURES = ("plan_error",)
 MEASURES = (
-    *OPTIMIZER_MEASURES,
-    *PLAN_MEASURES,
-    *context_parallel.MEASURES,
-    *STEP_MEASURES,
-    *LORA_MEASURES,
-    *PUBLISH_MEASURES,
-    "samples_cost",
-    "rank_imbalance",
-    *MEMORY_MEASURES,
-)
+    *OPTIMIZER_MEASURES, *PLAN_MEASURES, *context_parallel.MEASURES, *STEP_MEASURES, *LORA_MEASURES,
+    *PUBLISH_MEASURES, "samples_cost", "rank_imbalance", *MEMORY_MEASURES,
+)  # fmt: skip
 LORA_RANK = 16
 SMALL = {
     "vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6,

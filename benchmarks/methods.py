@@ -36,10 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="april-methods-") as made:
         folder = Path(made)
         policy, repeats = quickstart_policy(folder, options.quick), 3 if options.quick else REPEATS
-        rows = [
-            token_scores_cost(policy, folder, repeats),
-            sft_step_vs_trl(policy, folder, repeats),
-        ]
+        rows = [token_scores_cost(policy, folder, repeats), sft_step_vs_trl(policy, folder, repeats)]
     report(rows, options.json)
 
 

@@ -140,12 +140,9 @@ class StepLog(TrainerCallback):
 
     def on_step_end(self, arguments, state, control, **_) -> None:
         line = {
-            "step": state.global_step,
-            "time": time.time(),
-            "reward": sum(self.rewards) / len(self.rewards),
-            "tokens": self.tokens,
-            "generation_s": self.generation_s,
-        }
+            "step": state.global_step, "time": time.time(), "reward": sum(self.rewards) / len(self.rewards),
+            "tokens": self.tokens, "generation_s": self.generation_s,
+        }  # fmt: skip
         self.rewards.clear()
         with self.path.open("ab") as file:
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))

@@ -36,12 +36,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(april.__file__).parents[1])}
 """The broker runs the code that this process imports."""
 
 
-def write_run(
-    folder: Path,
-    schedule: str,
-    response_tokens: int,
-    prompt_tokens: int = 128,
-) -> Path:
+def write_run(folder: Path, schedule: str, response_tokens: int, prompt_tokens: int = 128) -> Path:
     """The configuration of a run with a tokeniser and prompts; returns the TOML file."""
     policy = folder / "policy"
     build_tokenizer().save_pretrained(policy)

@@ -61,13 +61,10 @@ class Plan:
 
 
 PLANS = (
-    Plan("run", "start_run.py", 2, least_s=55.0),
-    Plan("learner", "learner_step.py", 2.4),
-    Plan("engine", "engine_decode.py", 1.9),
-    Plan("claim", "claim.py", 2.4, least_s=36.0),
-    Plan("band", "band.py", 0.5),
-    Plan("weights", "weight_lane.py", 0.5),
-)
+    Plan("run", "start_run.py", 2, least_s=55.0), Plan("learner", "learner_step.py", 2.4),
+    Plan("engine", "engine_decode.py", 1.9), Plan("claim", "claim.py", 2.4, least_s=36.0),
+    Plan("band", "band.py", 0.5), Plan("weights", "weight_lane.py", 0.5),
+)  # fmt: skip
 
 
 @dataclass

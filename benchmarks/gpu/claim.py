@@ -195,12 +195,9 @@ class Run:
         folders += filter(None, [os.environ.get("PYTHONPATH")])
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*APRIL, "run", str(config)],
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
-                cwd=folder,
-            )
+                [*APRIL, "run", str(config)], stdout=log, stderr=log,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)}, cwd=folder,
+            )  # fmt: skip
 
     @property
     def waits(self) -> bool:

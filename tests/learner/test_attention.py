@@ -10,13 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from april.learner import attention_kernels
-from april.learner.attention import (
-    PackedAttentionError,
-    Reach,
-    choose_kernel,
-    packed_attention,
-    reach_of_mask,
-)
+from april.learner.attention import PackedAttentionError, Reach, choose_kernel, packed_attention, reach_of_mask
 from april.learner.attention_kernels import (
     Packing,
     Variant,

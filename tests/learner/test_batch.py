@@ -35,17 +35,10 @@ def assert_equal(ours: TrainingBatch, theirs: TrainingBatch):
 def test_a_batch_survives_encoding_with_segments_and_groups_of_any_size():
     rng = np.random.default_rng(0)
     resumed = TrainSample(
-        np.arange(7, dtype=np.int32),
-        3,
-        np.zeros(4, np.float32),
-        1 / 3,
-        ((0, 1, Version(0, 4)), (1, 4, Version(1, 6))),
-        details={"correct": 1.0},
-        spans=(SampleSpan("generate", "w0", 1.5, 2.5, 0, 4, "stop"),),
-        opened_at=1.0,
-        delivered_at=3.0,
-        source=2,
-    )
+        np.arange(7, dtype=np.int32), 3, np.zeros(4, np.float32), 1 / 3,
+        ((0, 1, Version(0, 4)), (1, 4, Version(1, 6))), details={"correct": 1.0},
+        spans=(SampleSpan("generate", "w0", 1.5, 2.5, 0, 4, "stop"),), opened_at=1.0, delivered_at=3.0, source=2,
+    )  # fmt: skip
     batch = TrainingBatch(7, [[make_sample(rng, 2, 3, 1.0), resumed], [], [make_sample(rng, 1, 1, -0.5)]])
     assert_equal(decode(encode(batch)), batch)
     assert b"support" not in encode(batch), "what has no supports has no column for them"

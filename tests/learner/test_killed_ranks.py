@@ -88,12 +88,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "how",
-    [
-        ({}, 1),
-        full(({}, 2)),
-        full(({}, 0)),
-        full(({"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}, 1)),
-    ],
+    [({}, 1), full(({}, 2)), full(({}, 0)), full(({"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}, 1))],
     ids=[
         "the model on disks that are lost",
         "the model in a store, all disks lost",

@@ -99,15 +99,11 @@ def test_the_mask_of_m2po_is_that_of_areal(threshold):
 def test_the_loss_and_gradients_of_bapo_are_those_of_its_authors(one_rank, case):
     theirs = VECTORS["bapo"][case]["keys"]
     ours = {
-        "clip_low": 1 - theirs["ratio_lower_start"],
-        "clip_high": max(theirs["ratio_upper_start"] - 1, 1e-9),
-        "dual_clip": 1.5,
-        "bapo_target": theirs["adv_ratio_target"],
-        "bapo_lower": theirs["ratio_lower_max"],
-        "bapo_lower_step": theirs["ratio_lower_step"],
-        "bapo_upper": theirs["ratio_upper_max"],
+        "clip_low": 1 - theirs["ratio_lower_start"], "clip_high": max(theirs["ratio_upper_start"] - 1, 1e-9),
+        "dual_clip": 1.5, "bapo_target": theirs["adv_ratio_target"], "bapo_lower": theirs["ratio_lower_max"],
+        "bapo_lower_step": theirs["ratio_lower_step"], "bapo_upper": theirs["ratio_upper_max"],
         "bapo_upper_step": theirs["ratio_upper_step"],
-    }
+    }  # fmt: skip
     equals(our_loss({"loss": "bapo", **ours}), VECTORS["bapo"][case])
 
 

@@ -25,7 +25,7 @@ from april.learner.packing import pack
 from april.learner.trainer import Trainer
 from tests.support.learner.architectures import ARCHITECTURES, EXPERTS, SHAPE, random_model
 from tests.support.learner.comparison import equal, same
-from tests.support.learner.frozen_weights import full_gradients
+from tests.support.learner.frozen_weights import assert_computes_as, full_gradients
 from tests.support.learner.reference import ReferenceLearner
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import VOCAB, job, make_config, make_sample, near_policy, settings
@@ -44,15 +44,7 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
     samples = [make_sample(rng, 3, 5, 1.0), make_sample(rng, 1, 60, 1.0)]
     reference = ReferenceLearner(folder, settings(make_config(folder, tmp_path / "run")))
     policy = load_sharded(empty_policy(folder, temperature=0.7), folder, CPU)
-    logprobs, _ = policy(pack(samples, CPU))
-    expected = torch.cat([reference.sample_logprobs(sample) for sample in samples])
-    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
-    logprobs.sum().backward()
-    expected.sum().backward()
-    theirs = dict(reference.lm.named_parameters())
-    for name, parameter in policy.lm.named_parameters():
-        scale = theirs[name].grad.abs().max().item()
-        assert (parameter.grad.full_tensor() - theirs[name].grad).abs().max() <= 1e-5 * scale + 1e-9, name
+    assert_computes_as(reference, policy, samples)
     state = gather_state(policy.lm, merged_weights(policy.lm))
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert state.keys() == set(weights.keys())
@@ -127,10 +119,7 @@ def test_models_that_would_be_scored_wrongly_are_refused(config, reason, tmp_pat
 
 @pytest.mark.parametrize(
     "config",
-    [
-        LlamaConfig(**SHAPE, attention_dropout=0.5),
-        MixtralConfig(**SHAPE, num_local_experts=4, router_jitter_noise=0.5),
-    ],
+    [LlamaConfig(**SHAPE, attention_dropout=0.5), MixtralConfig(**SHAPE, num_local_experts=4, router_jitter_noise=0.5)],
     ids=lambda config: config.model_type,
 )
 def test_nothing_is_random_in_training_whatever_its_name(config, tmp_path):

@@ -13,14 +13,7 @@ from april.learner.batch import TrainingBatch
 from tests.support.learner.algorithm_cases import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISATIONS
 from tests.support.learner.frozen_weights import FrozenReference, FrozenTrainer, assert_equals, short
 from tests.support.learner.reference import ReferenceLearner
-from tests.support.learner.small_learner import (
-    batch_in_turns,
-    cut_batch,
-    far_batch,
-    make_config,
-    settings,
-    stale_batch,
-)
+from tests.support.learner.small_learner import batch_in_turns, cut_batch, far_batch, make_config, settings, stale_batch
 
 pytestmark = pytest.mark.xdist_group("objective_reference")
 KINDS = list(product(ADVANTAGES, NORMALISATIONS))

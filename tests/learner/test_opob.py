@@ -15,24 +15,14 @@ from april.trainers.rollouts.run import check_needs_no_critic
 from tests.support.learner.frozen_weights import assert_equals
 from tests.support.learner.reference import ReferenceLearner
 from tests.support.learner.run_ranks import run_ranks
-from tests.support.learner.small_learner import (
-    batch_in_turns,
-    flat_batch,
-    job,
-    make_config,
-    settings,
-    uneven_batch,
-)
+from tests.support.learner.small_learner import batch_in_turns, flat_batch, job, make_config, settings, uneven_batch
 from tests.support.marks import full
 
 GROUPS = orjson.loads((Path(__file__).parents[1] / "support/learner/long_lag_vectors.json").read_bytes())["opob"]
 VCPO = {
-    "advantage": "opob",
-    "proximal": "recomputed",
-    "corrections": ["truncated_sequence"],
-    "sequence_truncation": 8.0,
+    "advantage": "opob", "proximal": "recomputed", "corrections": ["truncated_sequence"], "sequence_truncation": 8.0,
     "step_scale": "root_ess",
-}
+}  # fmt: skip
 
 
 def of_groups(key):

@@ -16,13 +16,9 @@ class Run:
 
     def __init__(self, prompts=1000, in_flight=100, longest=1000, staleness=STALENESS, **section):
         self.section = ScheduleSection(
-            kind="continuous",
-            rollout_batch_size=N,
-            n_samples_per_prompt=GROUP_SIZE,
-            max_staleness=staleness,
-            in_flight=in_flight,
-            **section,
-        )
+            kind="continuous", rollout_batch_size=N, n_samples_per_prompt=GROUP_SIZE, max_staleness=staleness,
+            in_flight=in_flight, **section,
+        )  # fmt: skip
         self.prompts = NumberedPrompts(prompts, 1)
         self.schedule = make_schedule(self.section, self.prompts)
         self.ledger = Ledger(Rules(N, GROUP_SIZE, staleness, max_response_tokens=longest))

@@ -3,18 +3,11 @@
 import pytest
 
 SERVERS = {
-    "sglang": ".venv-sglang/bin/python",
-    "vllm": ".venv-vllm/bin/python",
-    "verl": ".venv-verl/bin/python",
-    "megatron": ".venv-megatron/bin/python",
-    "browser": "/usr/bin/chromium",
-    "slurm": "/usr/sbin/slurmctld",
-    "ray": ".venv-ray/installed",
-    "helm": ".venv-helm/helm",
-    "prometheus": ".venv-prometheus/usr/bin/prometheus",
-    "sinks": ".venv-sinks/installed",
-    "store": ".venv-store/installed",
-}
+    "sglang": ".venv-sglang/bin/python", "vllm": ".venv-vllm/bin/python", "verl": ".venv-verl/bin/python",
+    "megatron": ".venv-megatron/bin/python", "browser": "/usr/bin/chromium", "slurm": "/usr/sbin/slurmctld",
+    "ray": ".venv-ray/installed", "helm": ".venv-helm/helm", "prometheus": ".venv-prometheus/usr/bin/prometheus",
+    "sinks": ".venv-sinks/installed", "store": ".venv-store/installed",
+}  # fmt: skip
 """Path of the environment or program that tests with a pytest mark need, by the mark's name."""
 
 

@@ -145,16 +145,10 @@ def instant(worker: str, kind: str, at_s: float) -> dict:
 def make_ledger(ledger: dict) -> dict:
     rest = ledger["generated"] - ledger["trained"] - ledger["aborted"]
     return {
-        "generated": ledger["generated"],
-        "trained": ledger["trained"],
-        "delivered": 0,
-        "ready": rest // 4,
-        "open": rest - rest // 4,
-        "discarded": {"aborted": ledger["aborted"]},
-        "emitted_unacked": 0,
-        "refused": 0,
+        "generated": ledger["generated"], "trained": ledger["trained"], "delivered": 0, "ready": rest // 4,
+        "open": rest - rest // 4, "discarded": {"aborted": ledger["aborted"]}, "emitted_unacked": 0, "refused": 0,
         "evaluation": 5120,
-    }
+    }  # fmt: skip
 
 
 def make_summary(records: list[dict]) -> dict:

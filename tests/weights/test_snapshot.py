@@ -28,12 +28,9 @@ from april.weights.snapshot import (
 from april.wire.message import Version
 
 TENSORS = {
-    "odd": torch.arange(7, dtype=torch.float32),
-    "half": torch.ones(3, 5, dtype=torch.bfloat16) / 3,
-    "scalar": torch.tensor(2.5),
-    "view": torch.arange(12.0).reshape(3, 4).T,
-    "empty": torch.zeros(0, 4),
-}
+    "odd": torch.arange(7, dtype=torch.float32), "half": torch.ones(3, 5, dtype=torch.bfloat16) / 3,
+    "scalar": torch.tensor(2.5), "view": torch.arange(12.0).reshape(3, 4).T, "empty": torch.zeros(0, 4),
+}  # fmt: skip
 
 
 def test_unpack_inverts_pack():

@@ -55,12 +55,9 @@ def start_transformers(model, request, max_context=TINY_CONTEXT, **options):
 
 
 STARTS = {
-    "torch": start_torch,
-    "torch-flat": start_flat,
-    "transformers": start_transformers,
-    "sglang": attach_sglang,
+    "torch": start_torch, "torch-flat": start_flat, "transformers": start_transformers, "sglang": attach_sglang,
     "vllm": attach_vllm,
-}
+}  # fmt: skip
 MARKS = {
     "sglang": [pytest.mark.sglang, pytest.mark.always],
     "vllm": [pytest.mark.vllm, pytest.mark.always],

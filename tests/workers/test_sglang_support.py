@@ -16,12 +16,9 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 """the first test on SGLang starts its server"""
 
 CUTS = {
-    "top_k": {"top_k": 6},
-    "top_p": {"top_k": 50, "top_p": 0.8},
-    "min_p": {"top_k": 50, "min_p": 0.1},
-    "all of them": {"top_k": 12, "top_p": 0.9, "min_p": 0.02},
-    "nothing cut off": {"top_k": 1000},
-}
+    "top_k": {"top_k": 6}, "top_p": {"top_k": 50, "top_p": 0.8}, "min_p": {"top_k": 50, "min_p": 0.1},
+    "all of them": {"top_k": 12, "top_p": 0.9, "min_p": 0.02}, "nothing cut off": {"top_k": 1000},
+}  # fmt: skip
 NEAR = 1e-5
 """Probabilities closer than this may be in either order."""
 

@@ -26,12 +26,9 @@ from tests.support.learner.small_learner import job, make_config, make_policy, s
 ROOT = Path(__file__).parents[3]
 PYTHONS = {"fsdp": sys.executable, "megatron": str(ROOT / ".venv-megatron/bin/python")}
 CASES = [
-    ("fsdp", 1, 1, 1, 1),
-    ("fsdp", 2, 1, 1, 1),
-    ("megatron", 1, 1, 1, 1),
-    ("megatron", 4, 1, 2, 4),
+    ("fsdp", 1, 1, 1, 1), ("fsdp", 2, 1, 1, 1), ("megatron", 1, 1, 1, 1), ("megatron", 4, 1, 2, 4),
     ("megatron", 4, 2, 1, 2),
-]
+]  # fmt: skip
 """(back end, ranks, pipeline stages, tensor-parallel ranks, expert-parallel ranks)."""
 SHORT = ("fsdp", 2, 1, 1, 1)
 EXPERTS = {"kind": Qwen3MoeConfig, "moe_intermediate_size": 12}

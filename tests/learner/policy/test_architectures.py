@@ -149,14 +149,9 @@ class Single(nn.Module):
 
 
 OWN = {
-    "Blocks": Blocks,
-    "Sums": Sums,
-    "Haste": lambda: Haste(0.05),
-    "Batches": lambda: Batches(64),
-    "First": First,
-    "Grain": Grain,
-    "AlwaysGrain": AlwaysGrain,
-}
+    "Blocks": Blocks, "Sums": Sums, "Haste": lambda: Haste(0.05), "Batches": lambda: Batches(64), "First": First,
+    "Grain": Grain, "AlwaysGrain": AlwaysGrain,
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -17,25 +17,14 @@ from transformers import (
 from tests.support.learner.small_learner import VOCAB
 
 SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 40,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40, "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 GLM_EXPERTS = {
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1,
-}
+}  # fmt: skip
 
 
 def random_model(config, folder: Path) -> Path:

@@ -6,6 +6,7 @@ import torch
 from april.config import Config
 from april.learner.algorithms import Algorithms
 from april.learner.batch import TrainingBatch
+from april.learner.packing import pack
 from april.learner.trainer import Trainer
 from tests.support.learner.reference import ReferenceLearner, StepResult
 from tests.support.learner.small_learner import make_config, settings
@@ -73,3 +74,16 @@ def assert_equals(metrics: dict, gradients: dict, expected: StepResult, toleranc
         assert off <= tolerance * largest, f"{name}: off by {off} where gradients reach {largest}"
     figures = {name: metrics[name] for name in expected.means}
     assert figures == pytest.approx(expected.means, rel=10 * tolerance, abs=1e-5)
+
+
+def assert_computes_as(reference: ReferenceLearner, policy, samples: list) -> None:
+    """The packed policy's log-probabilities and gradients are the reference's, of one sequence at a time."""
+    logprobs, _ = policy(pack(samples, torch.device("cpu")))
+    expected = torch.cat([reference.sample_logprobs(sample) for sample in samples])
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    logprobs.sum().backward()
+    expected.sum().backward()
+    theirs = dict(reference.lm.named_parameters())
+    for name, parameter in policy.lm.named_parameters():
+        scale = theirs[name].grad.abs().max().item()
+        assert (parameter.grad.full_tensor() - theirs[name].grad).abs().max() <= 1e-5 * scale + 1e-9, name

@@ -238,17 +238,11 @@ class ReferenceLearner:
         losses = losses - s.entropy_coef * now.entropies
         gap = log_ratio(fixed, mu)
         figures = {
-            "entropy": now.entropies.detach(),
-            "k1": -gap,
-            "k3": (gap.exp() - 1 - gap).clamp(max=10.0),
-            "clip_fraction": clipped.float(),
-            "mask_fraction": (weight == 0).float(),
-            "truncated_fraction": capped.float(),
-            "ratio_mean": gap.exp(),
-            "weight_mean": weight,
-            "off_policy_share": (ages > 0).float(),
-            "sequence_ratio": bounded(gap.sum()).exp()[None],
-        }
+            "entropy": now.entropies.detach(), "k1": -gap, "k3": (gap.exp() - 1 - gap).clamp(max=10.0),
+            "clip_fraction": clipped.float(), "mask_fraction": (weight == 0).float(),
+            "truncated_fraction": capped.float(), "ratio_mean": gap.exp(), "weight_mean": weight,
+            "off_policy_share": (ages > 0).float(), "sequence_ratio": bounded(gap.sum()).exp()[None],
+        }  # fmt: skip
         return losses, figures
 
     def policies(self, sample, step, before) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,10 +20,6 @@ def run_ranks(ranks: int, jobs: list[dict], folder: Path, program: tuple[str, ..
     command = [sys.executable, "-m", "april.learner.launch", f"--nproc-per-node={ranks}"]
     output = folder / "output"
     with output.open("wb") as file:
-        process = Popen(
-            [*command, "-m", *program, str(folder)],
-            stderr=file,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        process = Popen([*command, "-m", *program, str(folder)], stderr=file, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert process.wait(280) == 0, output.read_text()[-4000:]
     return torch.load(folder / "results.pt")

@@ -35,18 +35,10 @@ def make_policy(
     its configuration."""
     torch.manual_seed(3)
     config = kind(
-        vocab_size=VOCAB,
-        hidden_size=20,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=intermediate_size,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-        max_position_embeddings=256,
-        **more,
-    )
+        vocab_size=VOCAB, hidden_size=20, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, intermediate_size=intermediate_size, tie_word_embeddings=tied, initializer_range=0.3,
+        max_position_embeddings=256, **more,
+    )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder

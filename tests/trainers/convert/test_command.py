@@ -58,20 +58,16 @@ def test_an_array_that_may_grow_keeps_its_known_options(script, capsys):
     text = SCRIPT.replace("\npython3", f"{further}python3")
     assert convert("slime", script(text=text), "--set", "MODELS=/m") == DIFFERS
     translation = capsys.readouterr().out
-    assert (
-        "clip_low = 0.3 " in translation
-        and "${ARGS[@]}: ARGS: line 5 has a condition that cannot be decided" in translation
-    )
+    assert "clip_low = 0.3 " in translation
+    assert "${ARGS[@]}: ARGS: line 5 has a condition that cannot be decided" in translation
 
 
 def test_a_value_of_the_wrong_type_is_undecided(script, capsys):
     text = SCRIPT.replace("--rollout-batch-size 32", "--rollout-batch-size many --rollout-top-k few")
     assert convert("slime", script(text=text), "--set", "MODELS=/m", "--schedule.rollout_batch_size", "32") == DIFFERS
     translation = capsys.readouterr().out
-    assert (
-        "rollout-batch-size: 'many' is no number" in translation
-        and "rollout-top-k: 'few' is not of the kind" in translation
-    )
+    assert "rollout-batch-size: 'many' is no number" in translation
+    assert "rollout-top-k: 'few' is not of the kind" in translation
 
 
 def test_a_chosen_key_is_set_and_no_longer_undecided(script, capsys):
@@ -94,19 +90,16 @@ def test_a_translation_that_april_refuses_is_an_error(script, further, refusal, 
     assert refusal in capsys.readouterr().err
 
 
+TWO = "if [ -f x ]; then\n train.py --a\nelse\n train.py --b\nfi"
 REFUSED = {
     ("slime", "run.sh", "python3 other.py"): "the script calls no program like train(_async)?.py",
-    (
-        "slime",
-        "run.sh",
-        "if [ -f x ]; then\n train.py --a\nelse\n train.py --b\nfi",
-    ): "lines 2 and 4 of the script may both",
+    ("slime", "run.sh", TWO): "lines 2 and 4 of the script may both",
     ("trl", "run.py", "parser = TrlParser((GRPOConfig,))"): "takes its options from the command line",
     (
         "trl",
         "run.py",
         "GRPOConfig(beta=0)\nGRPOConfig(beta=1)",
-    ): "lines 1 and 2 of the script make a configuration each",
+    ): "lines 1 and 2 of the script make a configuration",
     ("trl", "run.py", "print("): "is not Python",
     ("verl", "run.yaml", "- a\n- b"): "holds no options",
     ("slim", "run.sh", ""): "is no framework whose scripts are read; did you mean 'slime'?",
@@ -130,10 +123,8 @@ def test_yaml_of_trl_and_of_verl_is_read(script, capsys):
     trl = "model_name_or_path: Qwen/Qwen3-0.6B\nlearning_rate: 1e-5\nnum_generations: 4\nbf16: true\n"
     assert convert("trl", script(text=trl, name="trl.yaml"), "--data.path", "rows.jsonl") == DIFFERS
     assert "lr = 1e-05                                  # learning_rate" in (translation := capsys.readouterr().out)
-    assert (
-        "n_samples_per_prompt = 4" in translation
-        and 'path = "rows.jsonl"                         # chosen' in translation
-    )
+    assert "n_samples_per_prompt = 4" in translation
+    assert 'path = "rows.jsonl"                         # chosen' in translation
     verl = "actor_rollout_ref:\n  model: {path: /m}\n  rollout: {name: sglang, n: 4, prompt_length: '${data.x}'}\n"
     assert convert("verl", script(text=verl, name="verl.yaml"), "--data.path", "rows.jsonl") == DIFFERS
     assert "tp_size = 2" in (translation := capsys.readouterr().out) and 'engine = "sglang"' in translation

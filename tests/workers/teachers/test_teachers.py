@@ -165,10 +165,7 @@ def test_a_server_that_lies_about_its_top_k_gives_an_error_and_the_response_goes
 def test_tokens_that_a_server_tells_as_texts_are_no_ids():
     told = TOLD["openai"]["choices"][0]["logprobs"] | {"tokens": list("abcde")}
     why = "tells a token as 'a', where token_id:ID was asked for"
-    with (
-        serving(lambda path, body: {"choices": [{"logprobs": told}]}) as url,
-        pytest.raises(TeacherError, match=why),
-    ):
+    with serving(lambda path, body: {"choices": [{"logprobs": told}]}) as url, pytest.raises(TeacherError, match=why):
         OpenaiTeacher(rules(url=url, top_k=2))(np.array(IDS, np.int32))
 
 
