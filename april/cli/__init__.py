@@ -1,4 +1,4 @@
-"""The `april` command. Each file of this folder but `command.py` holds a command, or several that belong together."""
+"""The `april` command. Each file of this folder but `command.py` is a command."""
 
 import errno
 import importlib

@@ -6,12 +6,15 @@ Nothing heavy is imported here or at the top of a command's file: every start of
 
 import argparse
 import inspect
+import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from april.util.errors import refuse
 from april.util.registry import add_import_folders, did_you_mean
 
 if TYPE_CHECKING:
@@ -148,6 +151,14 @@ MONITOR_KEYS = option(
     metavar="KEYS",
     help="Folder or file with a monitor's key, where the run uses keys [default: those of the run].",
 )
+CONNECT = option(
+    "--connect", required=True, metavar="ADDRESS", help="Broker's address, as tcp://HOST:PORT, or the run's folder."
+)
+NAME = option(
+    "--name",
+    default=f"{socket.gethostname()}-{os.getpid()}",
+    help="Name of this process, unique among those of its role [default: HOST-PID].",
+)
 
 
 def load_config(paths: Sequence[Path], overrides: list[str], **settings: Any) -> "Config":
@@ -159,8 +170,35 @@ def load_config(paths: Sequence[Path], overrides: list[str], **settings: Any) ->
     return config
 
 
+def joining(files: list[Path], connect: str, overrides: list[str]) -> tuple["Config", str]:
+    """The configuration and the broker's address for a process that joins a run; this process ends with its parent from
+    then on. Raises ConfigError, and SystemExit where a run's folder has no broker."""
+    from april.config import check_address, with_run_keys
+    from april.util.lifetime import die_with_parent
+
+    die_with_parent()
+    config = load_config(files, overrides, inputs=["model"], own_parts=["worker.engine", "weights.transport"])
+    try:
+        return with_run_keys(config, check_address(connect)), connect
+    except TimeoutError as error:
+        raise SystemExit(f"april: {error}") from None
+
+
 def wide_console() -> "Console":
     """Console that cuts lines at the width of a terminal, but not in output to a pipe or file."""
     from april.observe.report.live import plain_console
 
     return plain_console() if sys.stdout.isatty() else plain_console(PIPED_COLUMNS)
+
+
+def check_writable(out: Path) -> None:
+    """Refuse an output file that cannot be written, before the work whose result it gets; leaves no file behind. Raises
+    ConfigError."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        existed = out.exists()
+        out.open("a").close()
+        if not existed:
+            out.unlink()
+    except OSError as error:
+        refuse("--out", out, f"cannot be written ({error.strerror})", "give a file")

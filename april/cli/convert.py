@@ -1,4 +1,4 @@
-"""`april convert`: other frameworks' scripts as configurations. `april convert-weights`: checkpoints in other forms."""
+"""`april convert`: other frameworks' scripts as configurations."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from april.util.errors import refuse
 if TYPE_CHECKING:
     from april.trainers.convert.framework import Framework
     from april.trainers.convert.translation import Translation
+
 
 DIFFERS = 5
 """Exit status of a conversion in which an option of the script could not be translated, or still needs a decision."""
@@ -133,33 +134,3 @@ def one_line(text: str) -> str:
     """Text without line breaks, cut off after `COMMENT_CHARACTERS`."""
     line = " ".join(text.split())
     return line if len(line) <= COMMENT_CHARACTERS else f"{line[:COMMENT_CHARACTERS]} …"
-
-
-@command(
-    option(
-        "source",
-        type=Path,
-        metavar="SOURCE",
-        help="Run folder, Hugging Face folder, or checkpoint in a training back end's own form.",
-    ),
-    option(
-        "--to",
-        default="huggingface",
-        metavar="FORM",
-        help="Form to write: huggingface, or a back end's own by its name [default: huggingface].",
-    ),
-    option("--step", type=int, help="Policy step of a run's checkpoint [default: the newest]."),
-    option(
-        "--model",
-        type=Path,
-        metavar="FOLDER",
-        help="For a checkpoint in a back end's own form: Hugging Face folder with its configuration and tokeniser.",
-    ),
-    option("--out", type=Path, required=True, metavar="FOLDER", help="New folder for the weights."),
-)
-def convert_weights(source: Path, to: str, step: int | None, model: Path | None, out: Path) -> int:
-    """Convert a run's checkpoint to a Hugging Face folder, or such a folder from or to a back end's own form."""
-    from april.learner.convert_weights import convert
-
-    print(f"{convert(source, to, step, model, out)} is in {out}")
-    return 0

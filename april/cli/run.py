@@ -1,14 +1,13 @@
-"""`april run` and `april quickstart`: a run on this machine, or a dry run of it."""
+"""`april run`: a run on this machine, or a dry run of it."""
 
 import contextlib
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from april.cli.command import CONFIG, INTERRUPTED, command, load_config, option
-from april.util.errors import ConfigError, refuse
+from april.util.errors import refuse
 from april.util.lifetime import REFUSED
 
 if TYPE_CHECKING:
@@ -76,17 +75,6 @@ def run(
     resolved, why_automatic = resolve(loaded, resumed=resume)
     check_trainer(resolved, without_learner)
     return start_run(resolved, why_automatic, resume, accept_loss, without_learner)
-
-
-@command(*RUN_OPTIONS, overrides=True)
-def quickstart(dry_run: bool, overrides: list[str], **options: Any) -> int:
-    """Make a tiny policy and prompts in ./cache, and train it."""
-    from april.config.loading import shipped
-
-    if not dry_run:
-        make_inputs()
-    inputs = [word for key, path in INPUTS.items() for word in (f"--{key}", str(path.absolute()))]
-    return run([shipped("quickstart.toml")], dry_run, without_learner=False, overrides=[*inputs, *overrides], **options)
 
 
 def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: bool, without_learner: bool) -> int:
@@ -215,23 +203,3 @@ def report_end(run_dir: Path, state: str, why: str) -> None:
             print(f"report: {write_report(run_dir)}")
     except Exception as error:
         print(f"april run: no report: {error}; mend that, then `april report {run_dir}`", file=sys.stderr)
-
-
-# --- inputs of the quickstart -----------------------------------------------------------------------------------------
-
-POLICY, DATA = Path("cache/policy"), Path("cache/data")
-"""Folders of the quickstart's policy and prompts, relative to the current folder."""
-INPUTS = {"model.path": POLICY, "data.path": DATA / "train.jsonl", "data.eval_path": DATA / "heldout.jsonl"}
-"""Overrides that make the quickstart's inputs relative to the current folder; paths in its file are relative to the
-file's folder."""
-
-
-def make_inputs() -> None:
-    """Create the policy and the prompts unless they exist. Raises ConfigError if torch is missing."""
-    if find_spec("torch") is None:
-        raise ConfigError("the quickstart needs torch, which is not installed; run `pip install 'april-rl[all]'`")
-    from april.data.arithmetic import make_data
-    from april.launch.sft.warm_start import make_policy
-
-    make_policy(POLICY)
-    make_data(DATA)

@@ -1,14 +1,15 @@
-"""`april simulate`, `april tune` and `april calibrate`: the simulator of schedules, and its cost models."""
+"""`april simulate`: schedules on a virtual clock."""
 
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from april.cli.command import command, option
-from april.util.errors import ConfigError, refuse
+from april.util.errors import refuse
 
 if TYPE_CHECKING:
     from april.simulate.scenario import Scenario
+
 
 SCENARIO = (
     option("scenario", type=Path, help="TOML file of a scenario, such as configs/published.toml."),
@@ -53,62 +54,6 @@ def simulate(
     return 0
 
 
-@command(
-    *SCENARIO,
-    option(
-        "--mean-staleness",
-        type=float,
-        help="Largest mean age of trained tokens, in policy steps; a lower one costs throughput [default: any].",
-    ),
-    option(
-        "--trace",
-        type=Path,
-        help="Take response lengths from this file of `april trace lengths` [default: the scenario's].",
-    ),
-    overrides=True,
-)
-def tune(
-    scenario: Path, cost: str | None, mean_staleness: float | None, trace: Path | None, overrides: list[str]
-) -> int:
-    """Choose N' or the number of samples in flight by simulation, and say why."""
-    from april.simulate.tune import tune
-
-    choice = tune(read_scenario(scenario, cost, overrides, trace), mean_staleness)
-    print(choice.table)
-    print(f"\n{choice.key} = {choice.value}: {choice.why}")
-    return 0
-
-
-@command(
-    option("--model", type=Path, required=True, help="Hugging Face folder of the policy."),
-    option(
-        "--slots",
-        type=int,
-        default=64,
-        help="Most sequences decoded together; the measured loads are shares of it [default: 64].",
-    ),
-    option("--out", type=Path, default=Path("cost.toml"), help="File for the [cost] table [default: cost.toml]."),
-    overrides=True,
-)
-def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> int:
-    """Measure an engine, and fit the simulator's cost model to it; --worker.engine names the engine."""
-    from april.simulate.calibrate import fit, measure
-    from april.workers.engines import ENGINES
-
-    try:
-        from april.simulate.probe import probe_of
-    except ImportError:
-        raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
-    check_writable(out)
-    with probe_of(model, slots, overrides) as (probe, name):
-        source = f"measured on the {name} engine with {slots} slots"
-        fitted = fit(measure(probe), source, probe.engine.kv_tokens, ENGINES.find(name).keeps_prefixes)
-    print(fitted.describe())
-    out.write_text(fitted.to_toml())
-    print(out)
-    return 0
-
-
 def read_scenario(path: Path, cost: str | None, overrides: list[str], trace: Path | None = None) -> "Scenario":
     """A scenario; with `trace`, its response lengths and token budget are those of that file. Raises ConfigError."""
     from april.config.loading import parse_overrides
@@ -147,19 +92,6 @@ def print_experiment(name: str, scenario: "Scenario", out: Path, kind: str) -> N
     table, results = experiment.run(scenario, kind)
     print(table)
     print(write_picture(out / f"{name}.png", partial(experiment.picture, results)))
-
-
-def check_writable(out: Path) -> None:
-    """Refuse an output file that cannot be written, before the work whose result it gets; leaves no file behind. Raises
-    ConfigError."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        existed = out.exists()
-        out.open("a").close()
-        if not existed:
-            out.unlink()
-    except OSError as error:
-        refuse("--out", out, f"cannot be written ({error.strerror})", "give a file")
 
 
 def make_folder(out: Path) -> None:

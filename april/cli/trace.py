@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from april.cli.command import RUN, command, option
-from april.cli.simulate import check_writable
+from april.cli.command import RUN, check_writable, command, option
 
 
 @command(

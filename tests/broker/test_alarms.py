@@ -9,7 +9,7 @@ from rich.console import Console
 
 from april import wire
 from april.broker.alarms.alarm import ALARMS, Alarm, Alarms, check_alarms
-from april.broker.alarms.operation import EngineGapAlarm
+from april.broker.alarms.engine_gap import EngineGapAlarm
 from april.broker.telemetry.sinks import step_metrics
 from april.config import ConfigError
 from april.learner.diagnostics import is_repetitive

@@ -9,7 +9,7 @@ import torch
 
 from april import config as configuration
 from april import wire
-from april.broker.alarms.operation import EngineGapAlarm
+from april.broker.alarms.engine_gap import EngineGapAlarm
 from april.weights.canary import Canary
 from april.weights.source import StagedWeights
 from april.wire.message import Version

@@ -1,4 +1,4 @@
-"""Alarms: each is a class in one of the files of this folder, made an alarm by `@shipped(NAME)` of `alarm.py`; its
+"""Alarms: each is a class in a file of its own in this folder, made an alarm by `@shipped(NAME)` of `alarm.py`; its
 docstring is its row in the reference."""
 
 import importlib
