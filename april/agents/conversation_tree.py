@@ -344,7 +344,7 @@ class ConversationTree:
         number = max(self.forks) + 1
         if number >= wire.MAX_FORKS:
             raise Refusal(
-                "too_many_branches",
+                "too_many_forks",
                 f"this session has {wire.MAX_FORKS} forks, as many as one may have; go on where an answer ended",
             )
         return Fork(number, fork.number, offset, offset)

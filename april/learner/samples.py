@@ -32,7 +32,7 @@ samples fast."""
 PICTURES = "images"
 """Folder in `samples/` with the images of the samples; the column of the same name has the names of their files."""
 SPAN_COLUMNS = ("what", "where", "began", "ended", "start", "end", "how")
-"""Field names in the Parquet column `stays`, whose entries are time spans of a sample; one name for each field of
+"""Field names in the Parquet column `spans`, whose entries are time spans of a sample; one name for each field of
 `wire.SampleSpan`, in order."""
 Scores = Mapping[int, np.ndarray]
 """Log-probabilities and entropies, float32 [2, K], of the K sampled tokens of rows of a batch, by index of the row."""
@@ -49,7 +49,7 @@ def schema(token_scores: bool = False, sources: bool = False, feedback: bool = F
 
     ids, figures = arrow.list_(arrow.int32()), arrow.list_(arrow.float32())
     stretch = [("start", arrow.int32()), ("end", arrow.int32())]
-    segment = [*stretch, ("branch", arrow.int32()), ("step", arrow.int32())]
+    segment = [*stretch, ("incarnation", arrow.int32()), ("step", arrow.int32())]
     turn = [("who", arrow.string()), *stretch]
     detail = [("name", arrow.string()), ("value", arrow.float64())]
     span = [("what", arrow.string()), ("where", arrow.string()), ("began", arrow.float64()), ("ended", arrow.float64())]
@@ -64,7 +64,7 @@ def schema(token_scores: bool = False, sources: bool = False, feedback: bool = F
             "step": arrow.int32(),
             "group": arrow.int64(),
             "index": arrow.int32(),
-            "branch": arrow.int32(),
+            "fork": arrow.int32(),
             "parent": arrow.int32(),
             "shared": arrow.int32(),
             "prompt": arrow.string(),
@@ -94,7 +94,7 @@ def schema(token_scores: bool = False, sources: bool = False, feedback: bool = F
             "delivered_at": arrow.float64(),
             "discarded_at": arrow.float64(),
             "chunks": arrow.list_(arrow.struct(chunk)),
-            "stays": arrow.list_(arrow.struct(span)),
+            "spans": arrow.list_(arrow.struct(span)),
         }
         | optional
     )
@@ -272,14 +272,14 @@ def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenize
         "response_ids": response.tolist(),
         "images": sample.images,
         "segments": [
-            {"start": start, "end": end, "branch": version.incarnation, "step": version.step}
+            {"start": start, "end": end, "incarnation": version.incarnation, "step": version.step}
             for start, end, version in sample.segments
         ],
         "turns": turns(sample),
         "behaviour_logprobs": at_sampled(sample.logprobs[sample.sampled_positions]),
         "learner_logprobs": None if scores is None else at_sampled(scores[0]),
         "entropies": None if scores is None else at_sampled(scores[1]),
-        "branch": sample.fork,
+        "fork": sample.fork,
         "parent": sample.parent if sample.fork else None,
         "shared": sample.shared_tokens if sample.fork else None,
         "reward": float(sample.reward),
@@ -321,7 +321,7 @@ def times(sample: TrainSample) -> dict[str, Any]:
         "scored_at": last("score") or last("act"),
         "delivered_at": sample.delivered_at or None,
         "chunks": [{"end": end, "at": at or None} for end, at in sample.chunks],
-        "stays": [dict(zip(SPAN_COLUMNS, msgspec.structs.astuple(span), strict=True)) for span in sample.spans],
+        "spans": [dict(zip(SPAN_COLUMNS, msgspec.structs.astuple(span), strict=True)) for span in sample.spans],
     }
 
 

@@ -92,8 +92,8 @@ def minor(version: str) -> str:
 
 JOURNAL = Form("journal", {1: "0.1", 15: "0.2"})
 """Format of records, events and snapshots. Numbers 2 to 14 were never released."""
-RUN_FOLDER = Form("run folder", {1: "0.1", 3: "0.2"})
-"""Format of configuration, metrics, summary and checkpoints. Number 2 was never released."""
+RUN_FOLDER = Form("run folder", {1: "0.1", 4: "0.2"})
+"""Format of configuration, metrics, summary, samples and checkpoints. Numbers 2 and 3 were never released."""
 
 
 def protocols_differ(other: str, theirs: int, own: str) -> str:

@@ -149,7 +149,7 @@ def test_the_number_of_forks_of_a_session_is_bounded(meet, monkeypatch):
     ask(client, "*")
     with pytest.raises(openai.BadRequestError, match="2 forks, as many as one may have"):
         ask(client, "#")
-    assert gateway.refusals == {"too_many_branches": 1}
+    assert gateway.refusals == {"too_many_forks": 1}
 
 
 def test_the_number_of_pending_calls_of_a_session_is_bounded(meet, monkeypatch):

@@ -108,7 +108,7 @@ def test_trained_samples_are_stored_with_the_learner_s_scores(lived):
         assert row["response"] == Letters(None).decode(row["response_ids"])
         assert row["reward_details"] == [{"name": "correct", "value": 1.0}]
         assert (row["opened_at"], row["generated_at"], row["scored_at"], row["delivered_at"]) == (11, 13, 16.5, 20)
-        assert [tuple(span.values()) for span in row["stays"]] == list(map(astuple, SPANS))
+        assert [tuple(span.values()) for span in row["spans"]] == list(map(astuple, SPANS))
         assert [tuple(chunk.values()) for chunk in row["chunks"]] == list(CHUNKS)
     assert any(row["trained"] for row in rows)
 
@@ -205,8 +205,8 @@ def test_other_tools_read_the_files(lived, tmp_path):
     files = str(lived.config.run_dir / "samples" / "*.parquet")
     rows = len(runs.load(lived.config.run_dir).samples())
     dataset = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-    assert len(dataset) == rows and dataset[0]["stays"][0]["where"] == "w0" and dataset.column_names == COLUMNS
-    query = f"select count(*), avg(scored_at - opened_at), any_value(stays[1].how) from '{files}'"
+    assert len(dataset) == rows and dataset[0]["spans"][0]["where"] == "w0" and dataset.column_names == COLUMNS
+    query = f"select count(*), avg(scored_at - opened_at), any_value(spans[1].how) from '{files}'"
     assert duckdb.sql(query).fetchall() == [(rows, 5.5, "abort")]
 
 

@@ -66,8 +66,8 @@ def test_each_fork_is_trained_with_the_pictures_that_it_was_shown_whatever_is_ki
             if sample["discarded"]:
                 assert set(colours(run_dir, sample)) <= set(own)
                 continue
-            forks.add(sample["branch"])
-            assert colours(run_dir, sample) == (own if sample["branch"] == 0 else own[1:])
+            forks.add(sample["fork"])
+            assert colours(run_dir, sample) == (own if sample["fork"] == 0 else own[1:])
             is_sampled = [logprob is not None for logprob in sample["behaviour_logprobs"]]
             sampled += np.array(sample["response_ids"])[is_sampled].tolist()
             if sample["trained"]:

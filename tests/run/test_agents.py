@@ -35,9 +35,9 @@ def stop(job, run_dir):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("program, branches", [("in_three_turns", {0}), ("with_branches", {0, 1, 2, 3, 4})])
+@pytest.mark.parametrize("program, forks", [("in_three_turns", {0}), ("with_branches", {0, 1, 2, 3, 4})])
 def test_whatever_is_killed_agents_read_the_same_again_and_nothing_is_lost(
-    program, branches, start_run, run_dir, tmp_path, monkeypatch
+    program, forks, start_run, run_dir, tmp_path, monkeypatch
 ):
     read = tmp_path / "read"
     read.mkdir()
@@ -53,7 +53,7 @@ def test_whatever_is_killed_agents_read_the_same_again_and_nothing_is_lost(
     summary = stop(job, run_dir)
     assert summary["starts"]["broker"] == 2
     assert not {"agent_failed", "superseded"} & summary["tokens"]["discarded"].keys()
-    assert {sample["branch"] for sample in read_step(run_dir)} == branches
+    assert {sample["fork"] for sample in read_step(run_dir)} == forks
     again = 0
     for sample, runs in executions(read):
         again += len(runs) - 1

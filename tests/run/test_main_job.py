@@ -75,12 +75,12 @@ def test_the_run_folder_has_all_documented_files(finished):
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["groups"] == 4 and step["samples"] == 8 for step in steps)
     assert sum(step["tokens"] for step in steps) == summary["tokens"]["trained"]
-    assert {lane["worker"] for step in steps for lane in step["lanes"]} == {"worker-0", "worker-1"}
+    assert {lane["worker"] for step in steps for lane in step["timeline"]} == {"worker-0", "worker-1"}
     fresh = [gap for step in steps for gap in step["engine_gaps"].values() if gap["age"] == 0]
     assert fresh and max(gap["mean"] for gap in fresh) < 1e-4, "the engines sample from what the learner trains"
     raised = {alarm["name"] for step in steps for alarm in step["alarms"]}
     assert not raised - OF_THE_MACHINE, "a clean run is silent"
-    assert {"generate", "weights"} <= {lane["kind"] for step in steps for lane in step["lanes"]}
+    assert {"generate", "weights"} <= {lane["kind"] for step in steps for lane in step["timeline"]}
     assert configuration.load(run_dir / "config.toml").seed == 1
     assert "report.html" in output and (run_dir / "report.html").stat().st_size > 10_000
 
@@ -112,9 +112,9 @@ def test_the_trace_has_the_run_s_timelines_and_each_sample_s_history(finished, t
         said = said[len(chunks) :]
         names = [name for _, name in said]
         assert names[:2] == ["opened", "delivered"] and row["opened_at"] == pytest.approx(said[0][0])
-        assert [stay["where"] for stay in row["stays"]] == [name.split()[-1] for name in names[2:] if name]
+        assert [span["where"] for span in row["spans"]] == [name.split()[-1] for name in names[2:] if name]
         assert row["opened_at"] <= row["generated_at"] <= row["scored_at"] <= row["delivered_at"]
-        ends = [stay["end"] for stay in row["stays"] if stay["what"] == "generate"]
+        ends = [span["end"] for span in row["spans"] if span["what"] == "generate"]
         assert ends[-1] == len(row["response_ids"])
 
 

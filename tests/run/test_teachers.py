@@ -64,7 +64,7 @@ def test_a_teacher_scores_every_fork_of_an_agent_s_session_though_broker_and_sco
     assert said == {0.0, 1.0}, "the program's reward, which waits for the teacher"
     rows = parquet.read_table(run_dir / "samples/step_000001.parquet").to_pylist()
     trained = [row for row in rows if row["trained"]]
-    assert {row["branch"] for row in trained} == {0, 1, 2, 3, 4} and {row["reward"] for row in trained} <= said
+    assert {row["fork"] for row in trained} == {0, 1, 2, 3, 4} and {row["reward"] for row in trained} <= said
     for row in trained:
         (scores,) = row["token_scores"]
         pairs = zip(scores["values"], row["behaviour_logprobs"], strict=True)

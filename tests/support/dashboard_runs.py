@@ -78,16 +78,16 @@ def row(step, group, index, letters, chance, text=None):
     response = text or f"Let me think about step {step}. It is {group + group + (index == 3)} ✓"
     count = len(ids := letters.encode(response).ids)
     cut = count // 2 if index % 2 and step > 2 else 0
-    segments = [{"start": cut, "end": count, "branch": 0, "step": step - 1}]
+    segments = [{"start": cut, "end": count, "incarnation": 0, "step": step - 1}]
     if cut:
-        segments.insert(0, {"start": 0, "end": cut - 3, "branch": 0, "step": step - 2})
+        segments.insert(0, {"start": 0, "end": cut - 3, "incarnation": 0, "step": step - 2})
     sampled = [cut == 0 or not cut - 3 <= at < cut for at in range(count)]
     engine = [-chance.random() if is_policy else None for is_policy in sampled]
     return {
         "step": step,
         "group": 10 * step + group,
         "index": index,
-        "branch": 0,
+        "fork": 0,
         "prompt": prompt,
         "response": response,
         "label": str(group + group),
@@ -106,7 +106,7 @@ def row(step, group, index, letters, chance, text=None):
         "reward_details": [{"name": "correct", "value": float(index != 3)}],
         "opened_at": START_S + step,
         "delivered_at": START_S + step + 4 + index,
-        "stays": [
+        "spans": [
             {
                 "what": "generate",
                 "where": f"worker-{index}",

@@ -88,7 +88,7 @@ def make_records(steps: int, workers: int, rng: random.Random) -> list[dict]:
                 },
                 "tokens_ledger": make_ledger(ledger),
                 "round": {"partials_waiting": rng.randrange(60, 130), "surplus_groups": 2, "aborted_samples": 118},
-                "lanes": lanes,
+                "timeline": lanes,
                 "reward_details": {"correct": 0.9 - 0.5 * math.exp(-step / 9), "brief": 0.3 + 0.1 * rng.random()},
                 "gradient": {"tokens": 0.0 if step % 9 == 0 else rng.uniform(0.5, 1), "groups": rng.uniform(0.4, 0.9)},
                 "learner": {

@@ -314,7 +314,7 @@ class MetricsFile:
     def later_steps(self) -> Iterator[dict[str, Any]]:
         """Records of the steps that `summary` does not cover."""
         for record, line in read_lines(self.path, self.summary.offset):
-            self._lines.append((without_lanes(record), line))
+            self._lines.append((without_timeline(record), line))
             if is_step(record):
                 yield record
 
@@ -330,7 +330,7 @@ class MetricsFile:
         """Append a record; returns its line."""
         line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
         self._waiting += line
-        self._lines.append((without_lanes(record), line_check(line)))
+        self._lines.append((without_timeline(record), line_check(line)))
         return line
 
     def append_evaluation(self, result: dict[str, Any]) -> None:
@@ -366,9 +366,9 @@ class MetricsFile:
             self.summary.add_line(*self._lines.popleft())
 
 
-def without_lanes(record: dict[str, Any]) -> dict[str, Any]:
+def without_timeline(record: dict[str, Any]) -> dict[str, Any]:
     """Copy of a step's record without its timeline spans, which are most of the line and are not needed again."""
-    return {key: value for key, value in record.items() if key != "lanes"}
+    return {key: value for key, value in record.items() if key != "timeline"}
 
 
 # --- summary.json -----------------------------------------------------------------------------------------------------

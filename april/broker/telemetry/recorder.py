@@ -24,7 +24,7 @@ from april.broker.peers import Peers
 from april.broker.telemetry.census import SlotMeans
 from april.broker.telemetry.evaluation import describe_set, versions_of
 from april.broker.telemetry.lengths import LengthDrift, describe_lengths, drift_of, length_histogram, summarise_cohorts
-from april.broker.telemetry.metrics_file import MetricsFile, StepSums, earlier_counts, without_lanes
+from april.broker.telemetry.metrics_file import MetricsFile, StepSums, earlier_counts, without_timeline
 from april.broker.telemetry.sinks import Sinks
 from april.config.evaluation import EvaluationSet
 from april.util import clock
@@ -221,7 +221,7 @@ class Recorder:
         to sums."""
         step = record["step"] - 1
         self.sums.add(record)
-        self.steps[step] = without_lanes(record)
+        self.steps[step] = without_timeline(record)
         while self.steps and (oldest := next(iter(self.steps))) < first_kept - LAST_STEPS:
             del self.steps[oldest]
             self.metrics_file.forget(oldest + 1)
@@ -290,7 +290,7 @@ class Recorder:
             "discarded_groups": discarded_groups(ledger),
             "gradient": gradient_shares(learner),
             "engine_gaps": gaps,
-            "lanes": counts.spans,
+            "timeline": counts.spans,
             "learner": learner,
         }
 

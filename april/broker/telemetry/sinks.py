@@ -99,7 +99,7 @@ def check_sinks(names: Sequence[str]) -> None:
 # --- metrics as names and numbers -------------------------------------------------------------------------------------
 
 
-NOT_METRICS = ("step", "time", "lanes", "lengths", "alarms")
+NOT_METRICS = ("step", "time", "timeline", "lengths", "alarms")
 """Keys of a step's record that a sink does not get as metrics: its step and time, and values that are not scalars."""
 NAMED_BY_STEP = "version_share_"
 """Prefix of learner metrics that are left out, since each step would add new names; the staleness metrics show the

@@ -260,7 +260,7 @@ class RunApi:
     def sample(self, request: Request) -> dict[str, Any]:
         run, path = self._folder(request)
         step, group, index = path_numbers(request, "step", "group", "index")
-        fork = query.integer("branch", request.query_params.get("branch", "0"))
+        fork = query.integer("fork", request.query_params.get("fork", "0"))
         discarded = request.query_params.get("discarded", "")
         positions = sample_reader.positions_of(path, step, group, index, fork, discarded)
         return sample_reader.read_sample(path, step, positions[0], run.model, self.token_texts)

@@ -19,7 +19,7 @@ COLUMNS = {
     "step": np.int32,
     "group": np.int64,
     "index": np.int32,
-    "branch": np.int16,
+    "fork": np.int16,
     "reward": np.float64,
     "advantage": np.float32,
     "trained": np.int8,
@@ -30,14 +30,14 @@ COLUMNS = {
     "staleness": np.int16,
     "prompt": np.uint64,
 }
-"""Columns of every sample. `branch`: fork of an agent's session; `tokens`: sampled tokens; `versions`: number of policy
+"""Columns of every sample. `fork`: fork of an agent's session; `tokens`: sampled tokens; `versions`: number of policy
 versions; `oldest` and `newest`: their policy steps; `staleness`: of the oldest token, in steps; `prompt`: digest of the
 prompt's text."""
 TEXT_COLUMNS = ("finish_reason", "discarded", "held_out", "worker")
 """Optional text columns with few distinct values, stored as indices into a list of the texts."""
 FLAT_COLUMNS = ("group", "index", "reward", "advantage", "trained", "prompt")
 """Parquet columns that are read unchanged."""
-NESTED_FIELDS = {"segments": ("start", "end", "step"), "stays": ("what", "where")}
+NESTED_FIELDS = {"segments": ("start", "end", "step"), "spans": ("what", "where")}
 """Fields that are read from each Parquet column of lists."""
 TIME_COLUMNS = ("opened_at", "delivered_at")
 """Columns of Unix seconds, of which the index keeps only the difference, as `life_s`."""
@@ -220,15 +220,15 @@ def read_columns(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str
         text_columns = [name for name in TEXT_COLUMNS if name in schema.names]
         extra_columns = [field.name for field in schema if is_extra_column(field)][:MAX_EXTRA_COLUMNS]
         times = [name for name in TIME_COLUMNS if name in schema.names]
-        has_spans = "stays" in schema.names
-        fork = [name for name in ("branch",) if name in schema.names]
+        has_spans = "spans" in schema.names
+        fork = [name for name in ("fork",) if name in schema.names]
         flat = [*FLAT_COLUMNS, *fork, *text_columns, *extra_columns, *times]
         table = file.read([*flat, *nested_paths(file)], use_threads=False).combine_chunks()
     columns = {
         "step": np.full(len(table), step, np.int32),
         "group": numbers(table, "group", np.int64),
         "index": numbers(table, "index", np.int32),
-        "branch": numbers(table, "branch", np.int16) if fork else np.zeros(len(table), np.int16),
+        "fork": numbers(table, "fork", np.int16) if fork else np.zeros(len(table), np.int16),
         "reward": numbers(table, "reward", np.float64),
         "advantage": numbers(table, "advantage", np.float32),
         "trained": numbers(table, "trained", np.int8),
@@ -240,7 +240,7 @@ def read_columns(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str
         opened, delivered = (numbers(table, name, np.float64) for name in TIME_COLUMNS)
         columns["life_s"] = (delivered - opened).astype(np.float32)
     texts_by_column = {name: table[name].to_pylist() for name in text_columns}
-    return columns, texts_by_column | ({"worker": last_workers(table["stays"])} if has_spans else {})
+    return columns, texts_by_column | ({"worker": last_workers(table["spans"])} if has_spans else {})
 
 
 def nested_paths(file: Any) -> list[str]:

@@ -227,7 +227,7 @@ def timeline_window(
 
 
 def worker_events(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    events = [event for line in lines for event in line.get("lanes") or []]
+    events = [event for line in lines for event in line.get("timeline") or []]
     return [event for event in events if event.get("worker") and event.get("start") is not None]
 
 

@@ -110,11 +110,11 @@ def positions_of(
 
     try:
         with open_file(run_dir, step) as file:
-            columns = [name for name in ("group", "index", "branch", "discarded") if name in file.schema_arrow.names]
+            columns = [name for name in ("group", "index", "fork", "discarded") if name in file.schema_arrow.names]
             table = file.read(columns, use_threads=False)
     except (OSError, arrow.ArrowInvalid):
         raise ConfigError(f"samples of step {step} are not kept, or cannot be read; look for another step's") from None
-    forks = table["branch"].to_pylist() if "branch" in columns else [0] * len(table)
+    forks = table["fork"].to_pylist() if "fork" in columns else [0] * len(table)
     reasons = table["discarded"].to_pylist() if "discarded" in columns else [""] * len(table)
     rows = list(zip(table["group"].to_pylist(), table["index"].to_pylist(), forks, strict=True))
     found = [

@@ -24,7 +24,7 @@ from april.observe.report.run_folder import records_from
 
 log = logging.getLogger(__name__)
 
-SKIPPED_KEYS = ("lanes", "alarms")
+SKIPPED_KEYS = ("timeline", "alarms")
 """Keys of a step's record in metrics.jsonl that have no columns."""
 HISTOGRAMS = ("trained_histogram", "created_histogram")
 """Keys whose values are counts by bin; their columns are not shown as figures."""

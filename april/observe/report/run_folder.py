@@ -43,9 +43,9 @@ class RunFolder:
 
     @property
     def worker_events(self) -> list[dict]:
-        """Timeline events of the workers from all records (key `lanes`): spans of generation and weight update; joins,
-        aborts and losses."""
-        events = [event for record in self.records for event in record.get("lanes") or []]
+        """Timeline events of the workers from all records (key `timeline`): spans of generation and weight update;
+        joins, aborts and losses."""
+        events = [event for record in self.records for event in record.get("timeline") or []]
         return [event for event in events if event.get("worker") and event.get("start") is not None]
 
     @property

@@ -101,7 +101,7 @@ def headline(sample: Sample) -> str:
     steps = sorted({segment["step"] for segment in sample["segments"]}) if "segments" in sample else []
     parts = [
         f"step {sample['step']}",
-        f"group {sample['group']}.{sample['index']}" + (f"/{sample['branch']}" if sample.get("branch") else ""),
+        f"group {sample['group']}.{sample['index']}" + (f"/{sample['fork']}" if sample.get("fork") else ""),
         f"reward {number(sample['reward'])}",
         held_out(sample)
         or f"advantage {number(sample['advantage'])}" + ("" if sample["trained"] else " (no gradient)"),

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 SAMPLE_COLUMNS = (
-    "step", "group", "index", "reward", "finish_reason", "stays", "chunks", "opened_at", "delivered_at", "discarded_at",
-    "discarded", "branch",
+    "step", "group", "index", "reward", "finish_reason", "spans", "chunks", "opened_at", "delivered_at", "discarded_at",
+    "discarded", "fork",
 )  # fmt: skip
 """Parquet columns of stored samples that a trace needs."""
 RESOLUTION = 1e5
@@ -64,7 +64,7 @@ def export_perfetto(run: RunFolder, path: Path) -> int:
 def write_sample(writer: "TraceWriter", parent: int, sample: dict[str, Any]) -> None:
     """Write a sample's track: the spans in which processes held it; those of its agent's program on a track below."""
     reward = "without reward" if sample["reward"] is None else f"reward {sample['reward']:.3g}"
-    number = f"{sample['group']}.{sample['index']}" + (f"/{sample['branch']}" if sample["branch"] else "")
+    number = f"{sample['group']}.{sample['index']}" + (f"/{sample['fork']}" if sample["fork"] else "")
     name = "  ".join(filter(None, (number, reward, sample["discarded"])))
     track = writer.track(name, parent)
     for chunk in sample["chunks"] or []:
@@ -73,7 +73,7 @@ def write_sample(writer: "TraceWriter", parent: int, sample: dict[str, Any]) -> 
     for kind in ("opened", "delivered", "discarded"):
         if time := sample[f"{kind}_at"]:
             writer.instant(track, kind, time)
-    spans = sorted(sample["stays"] or [], key=lambda span: span["began"])
+    spans = sorted(sample["spans"] or [], key=lambda span: span["began"])
     agent_track = writer.track("agent", track) if any(span["what"] == "act" for span in spans) else track
     for span in spans:
         annotations = {"how": span["how"], "from_tokens": span["start"], "to_tokens": span["end"]}
@@ -182,7 +182,7 @@ def record_trace(tracer: "Tracer", sample: dict[str, Any]) -> bool:
     Returns False where no times are known."""
     from opentelemetry.trace import INVALID_SPAN, set_span_in_context
 
-    held = sample["stays"] or []
+    held = sample["spans"] or []
     begins = [sample["opened_at"], *(span["began"] for span in held)]
     ends = [sample["delivered_at"], sample["discarded_at"], *(span["ended"] for span in held)]
     begin, end = min(filter(None, begins), default=0.0), max(filter(None, ends), default=0.0)

@@ -191,11 +191,11 @@ def test_a_sample_s_life_is_a_lane_among_those_of_the_run(serve, open_page, runs
     page.get_by_role("link", name="Its life among the lanes of the run").click()
     lane = page.locator(".hidden li", has_text=f"sample {sample['group']}.{sample['index']}:")
     lane.wait_for(state="attached")
-    (stay,), life_s = sample["stays"], sample["delivered_at"] - sample["opened_at"]
-    share = round(100 * (stay["ended"] - stay["began"]) / life_s)
+    (span,), life_s = sample["spans"], sample["delivered_at"] - sample["opened_at"]
+    share = round(100 * (span["ended"] - span["began"]) / life_s)
     assert lane.text_content() == f"sample {sample['group']}.{sample['index']}: generating {share} %"
     box = page.locator("canvas.lanes").bounding_box()
-    middle_s = (stay["began"] + stay["ended"]) / 2 - sample["opened_at"]
+    middle_s = (span["began"] + span["ended"]) / 2 - sample["opened_at"]
     x = NAMES_PX + (box["width"] - NAMES_PX - 8) * middle_s / life_s
     page.mouse.move(box["x"] + x, box["y"] + 35)
     page.locator(".said", has_text=f"sample {sample['group']}.{sample['index']}: generating for 2.0 s").wait_for()
@@ -247,11 +247,11 @@ def test_held_out_samples_are_chosen_and_say_of_which_weights_they_are(serve, op
 def test_the_forks_of_a_session_are_shown_as_a_tree(serve, open_page, tmp_path):
     run, letters, chance = make_run(tmp_path, steps=1), tokenizer(), random.Random(0)
     acted = {"what": "act", "where": "agents-0", "began": 1.0, "ended": 2.0, "start": 0, "end": 0, "how": "scored"}
-    branches = [
-        row(1, GROUPS, 0, letters, chance) | {"stays": [acted], "branch": branch, "parent": parent, "shared": shared}
-        for branch, parent, shared in ((0, None, None), (1, 0, 5), (2, 1, 7))
+    forks = [
+        row(1, GROUPS, 0, letters, chance) | {"spans": [acted], "fork": fork, "parent": parent, "shared": shared}
+        for fork, parent, shared in ((0, None, None), (1, 0, 5), (2, 1, 7))
     ]
-    write_rows(run, 1, branches)
+    write_rows(run, 1, forks)
     page = open_page(f"{serve(run)}#/demo/samples/1/{10 + GROUPS}/0")
     tree = page.locator(".panel", has_text="Its session")
     tree.get_by_text("forks from fork 1 after 7 tokens").wait_for()

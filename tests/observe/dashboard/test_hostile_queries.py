@@ -17,7 +17,7 @@ PARAMETERS = {
     "compare": ["a", "b", "offset"],
 }  # fmt: skip
 SEGMENTS = ["runs/{}", "runs/demo/groups/{}/0", "runs/demo/groups/0/{}", "runs/demo/samples/0/0/{}"]
-SEGMENTS += ["runs/demo/samples/0/{}/0", "runs/demo/samples/{}/0/0", "runs/demo/samples/0/0/0?branch={}"]
+SEGMENTS += ["runs/demo/samples/0/{}/0", "runs/demo/samples/{}/0/0", "runs/demo/samples/0/0/0?fork={}"]
 
 
 @pytest.mark.full

@@ -225,7 +225,7 @@ def test_the_timeline_of_a_window_covers_its_steps(ask, runs_folder):
     wanted = {
         lane["worker"]
         for record in records[3:5]
-        for lane in record["lanes"]
+        for lane in record["timeline"]
         if lane["kind"] == "generate" and lane["end"] > begin
     }
     assert {lane["worker"] for lane in shown["lanes"]} >= wanted

@@ -182,8 +182,8 @@ def write_resume(folder: Path, **line) -> Path:
 def test_hours_between_two_starts_are_not_on_the_axis_and_the_change_is_said(tmp_path):
     write_resume(tmp_path, time=7000.0, step=1, changed=["evaluation.prompts: 8 -> 4"])
     records = [
-        {"step": 1, "time": 5.0, "lanes": [span("a", "generate", 0, 4)]},
-        {"step": 2, "time": 7208.0, "lanes": [span("a", "generate", 7201, 7207)]},
+        {"step": 1, "time": 5.0, "timeline": [span("a", "generate", 0, 4)]},
+        {"step": 2, "time": 7208.0, "timeline": [span("a", "generate", 7201, 7207)]},
     ]
     run = RunFolder(tmp_path, "", {}, records, {})
     timeline = timeline_of(run)

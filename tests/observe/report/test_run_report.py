@@ -97,7 +97,7 @@ def test_a_replayed_step_counts_once_and_keeps_both_lanes(tmp_path):
         metrics.write(orjson.dumps(once.steps[-1]) + b"\n")
     again = read_run(run_dir)
     assert len(again.steps) == 3
-    assert len(again.worker_events) == len(once.worker_events) + len(once.steps[-1]["lanes"])
+    assert len(again.worker_events) == len(once.worker_events) + len(once.steps[-1]["timeline"])
 
 
 def test_table_states_the_closed_ledger_in_numbers(tmp_path):

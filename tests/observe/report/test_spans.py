@@ -49,7 +49,7 @@ def told(span):
 
 
 @pytest.mark.skipif(not find_spec("opentelemetry"), reason="needs opentelemetry-sdk")
-def test_each_kept_sample_is_a_trace_of_its_stays(collector, tmp_path, capsys):
+def test_each_kept_sample_is_a_trace_of_its_spans(collector, tmp_path, capsys):
     address, requests = collector
     run = make_run(tmp_path, steps=2)
     rows = [row for step in (1, 2) for row in lives(run, step)]
@@ -58,18 +58,18 @@ def test_each_kept_sample_is_a_trace_of_its_stays(collector, tmp_path, capsys):
     found = {}
     for spans in spans_of(requests).values():
         (whole,) = [span for span in spans if not span.parent_span_id]
-        stays = [span for span in spans if span.parent_span_id == whole.span_id]
-        assert len(stays) == len(spans) - 1
+        below = [span for span in spans if span.parent_span_id == whole.span_id]
+        assert len(below) == len(spans) - 1
         key = tuple(told(whole)[name] for name in ("step", "group", "index"))
-        found[key] = whole, sorted(stays, key=lambda span: span.start_time_unix_nano)
+        found[key] = whole, sorted(below, key=lambda span: span.start_time_unix_nano)
     assert len(found) == len(rows)
     for row in rows:
-        whole, stays = found[row["step"], row["group"], row["index"]]
+        whole, below = found[row["step"], row["group"], row["index"]]
         assert told(whole)["reward"] == row["reward"]
         assert whole.start_time_unix_nano == pytest.approx(row["opened_at"] * 1e9, abs=1e3)
         assert whole.end_time_unix_nano >= row["delivered_at"] * 1e9 - 1e3
-        assert [(span.name, told(span)["where"], told(span)["how"]) for span in stays] == [
-            (stay["what"], stay["where"], stay["how"]) for stay in sorted(row["stays"], key=lambda stay: stay["began"])
+        assert [(span.name, told(span)["where"], told(span)["how"]) for span in below] == [
+            (own["what"], own["where"], own["how"]) for own in sorted(row["spans"], key=lambda own: own["began"])
         ]
     before = set(spans_of(requests))
     main(["trace", "send", str(run), "--out", address])
@@ -80,4 +80,4 @@ def lives(run, step):
     return parquet.read_table(run / f"samples/step_{step:06d}.parquet", columns=list(LIVES)).to_pylist()
 
 
-LIVES = ("step", "group", "index", "reward", "stays", "opened_at", "delivered_at")
+LIVES = ("step", "group", "index", "reward", "spans", "opened_at", "delivered_at")

@@ -34,7 +34,7 @@ export async function compareView(place, { run, runs, address, signal }) {
   async function onePrompt() {
     const sides = await Promise.all([run, other].map(async ({ name }, n) => {
       const [{ rows }, { total }] = await Promise.all([steps[n] ? `&step.min=${steps[n]}&step.max=${steps[n]}` : "", ""].map((bounds) => ask(`${apiOf(name)}/samples?prompt=${prompt}${bounds}`, signal)));
-      const samples = await Promise.all(rows.slice(0, CARDS).map((row) => ask(`${apiOf(name)}/samples/${row.step}/${row.group}/${row.index}?branch=${row.branch ?? 0}`, signal)));
+      const samples = await Promise.all(rows.slice(0, CARDS).map((row) => ask(`${apiOf(name)}/samples/${row.step}/${row.group}/${row.index}?fork=${row.fork ?? 0}`, signal)));
       return { name, samples, total, step: samples[0]?.step };
     }));
     const text = sides.flatMap(({ samples }) => samples)[0]?.prompt;

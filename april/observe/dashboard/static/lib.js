@@ -60,9 +60,9 @@ export function addressOf(run, view = "run", rest = [], query = {}) {
 }
 
 /** Address of a sample; each fork of an agent's session, and its discarded part, has its own row. */
-export const sampleAddress = (run, row) => addressOf(run, "samples", [row.step, row.group, row.index, ...(row.branch ? [row.branch] : [])], { discarded: row.discarded });
-export const sampleOf = (run, [step, group, index, branch = 0], discarded) => `${apiOf(run)}/samples/${step}/${group}/${index}?${new URLSearchParams({ branch, discarded: discarded ?? "" })}`;
-export const sampleName = (row) => `${row.group}.${row.index}${row.branch ? `/${row.branch}` : ""}`;
+export const sampleAddress = (run, row) => addressOf(run, "samples", [row.step, row.group, row.index, ...(row.fork ? [row.fork] : [])], { discarded: row.discarded });
+export const sampleOf = (run, [step, group, index, fork = 0], discarded) => `${apiOf(run)}/samples/${step}/${group}/${index}?${new URLSearchParams({ fork, discarded: discarded ?? "" })}`;
+export const sampleName = (row) => `${row.group}.${row.index}${row.fork ? `/${row.fork}` : ""}`;
 export const samplesOf = (count) => `${number(count)} ${count === 1 ? "sample" : "samples"}`;
 /** Why a sample was discarded: it is in no batch, or its batch was skipped. */
 export const why = ({ discarded, attempts, error }) => `${discarded.replaceAll("_", " ")}${attempts ? `, ${attempts} failed ${attempts === 1 ? "attempt" : "attempts"}` : ""}${error ? `: ${error}` : ""}`;

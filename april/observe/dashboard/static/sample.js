@@ -14,7 +14,7 @@ const PART = 1000;
 const HUES = 8;
 const GAP_NATS = 1;
 const ENTROPY_NATS = 3;
-const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "stays", "label", "held_out", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "branch", "parent", "shared", "reward", "advantage", "trained", "finish_reason", "discarded", "discarded_from", "discarded_at", "attempts", "error", "chunks", "tokens", "images", "token_scores"]);
+const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "spans", "label", "held_out", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "fork", "parent", "shared", "reward", "advantage", "trained", "finish_reason", "discarded", "discarded_from", "discarded_at", "attempts", "error", "chunks", "tokens", "images", "token_scores"]);
 
 export async function sampleView(place, { run, address, signal }) {
   const [step, group, index] = address.rest;
@@ -74,8 +74,8 @@ class Tokens {
     this.scores = scores;
     this.spans = [];
     this.of = new Array(sample.response_ids?.length ?? 0).fill(-1);
-    for (const { start, end, branch, step } of sample.segments ?? [])
-      this.of.fill(versions.findIndex((version) => version.step === step && version.branch === branch), start, end);
+    for (const { start, end, incarnation, step } of sample.segments ?? [])
+      this.of.fill(versions.findIndex((version) => version.step === step && version.incarnation === incarnation), start, end);
     this.versions = versions;
     this.watcher = new IntersectionObserver((entries) => entries.forEach((entry) => entry.isIntersecting && entry.target.more()), { rootMargin: "800px" });
   }
@@ -173,14 +173,14 @@ const classOf = (by) => `speech-all by-${by.startsWith("score") ? "score" : by}`
 const scoresOf = (sample) => (sample.token_scores ?? []).map(({ name, values }, n) => ({ way: `score${n}`, name, values, most: values.reduce((most, value) => Math.max(most, Math.abs(value ?? 0)), 0) || 1 }));
 const clamp = (value) => Math.max(-1, Math.min(1, value)).toFixed(3);
 const visible = (text) => JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"') || "part of a character";
-const name = ({ branch, step }) => (branch ? `${branch}.${step}` : `${step}`);
+const name = ({ incarnation, step }) => (incarnation ? `${incarnation}.${step}` : `${step}`);
 
 function versionsOf(sample) {
   const found = new Map();
-  for (const { branch, step, start, end } of sample.segments ?? []) {
-    const version = found.get(`${branch}.${step}`) ?? { branch, step, tokens: 0 };
+  for (const { incarnation, step, start, end } of sample.segments ?? []) {
+    const version = found.get(`${incarnation}.${step}`) ?? { incarnation, step, tokens: 0 };
     version.tokens += end - start;
-    found.set(`${branch}.${step}`, version);
+    found.set(`${incarnation}.${step}`, version);
   }
   return [...found.values()];
 }
@@ -227,21 +227,21 @@ function cameAfter({ chunks, opened_at: opened }, place) {
 }
 
 /** The process that held the sample when a chunk arrived; clocks differ slightly. */
-const whereAt = (stays, at) => (stays.findLast(({ what, began }) => what !== "score" && began <= at) ?? stays[0]).where;
+const whereAt = (spans, at) => (spans.findLast(({ what, began }) => what !== "score" && began <= at) ?? spans[0]).where;
 
 /** The sample's history: which process held it when, from the opening of its group to its delivery. */
 function life(run, address, sample) {
-  const { stays = [], opened_at: opened } = sample;
+  const { spans = [], opened_at: opened } = sample;
   const chunks = (sample.chunks ?? []).filter(({ at }) => at);
-  if (!stays?.length) return null;
-  const begin = opened ?? Math.min(...stays.map(({ began }) => began));
-  const end = endOf(sample) ?? Math.max(...stays.map(({ ended }) => ended));
+  if (!spans?.length) return null;
+  const begin = opened ?? Math.min(...spans.map(({ began }) => began));
+  const end = endOf(sample) ?? Math.max(...spans.map(({ ended }) => ended));
   const share = (seconds) => `${(100 * seconds) / Math.max(1e-6, end - begin)}%`;
   return h("section", { class: "panel" }, h("h2", {}, "Its life", h("span", { class: "note" }, ` ${duration(end - begin)} from the opening of its group to ${sample.discarded_at ? "its discard" : "its delivery"}`)),
-    h("div", { class: "lives" }, [...new Set(stays.map(({ where }) => where))].map((where) => h("div", {}, h("span", {}, where),
-      h("div", { class: "track", "aria-hidden": "true" }, stays.filter((stay) => stay.where === where).map((stay) => h("i", { class: stay.what, title: told(stay, begin), vars: { "--left": share(stay.began - begin), "--width": share(stay.ended - stay.began) } })),
-        chunks.filter(({ at }) => whereAt(stays, at) === where).map(({ at }) => h("i", { class: "chunk", vars: { "--left": share(Math.min(Math.max(at, begin), end) - begin) } })))))),
-    h("ol", {}, stays.map((stay) => h("li", {}, told(stay, begin)))),
+    h("div", { class: "lives" }, [...new Set(spans.map(({ where }) => where))].map((where) => h("div", {}, h("span", {}, where),
+      h("div", { class: "track", "aria-hidden": "true" }, spans.filter((span) => span.where === where).map((span) => h("i", { class: span.what, title: told(span, begin), vars: { "--left": share(span.began - begin), "--width": share(span.ended - span.began) } })),
+        chunks.filter(({ at }) => whereAt(spans, at) === where).map(({ at }) => h("i", { class: "chunk", vars: { "--left": share(Math.min(Math.max(at, begin), end) - begin) } })))))),
+    h("ol", {}, spans.map((span) => h("li", {}, told(span, begin)))),
     chunks.length > 0 && h("details", {}, h("summary", {}, `Its tokens came in ${number(chunks.length)} chunks`),
       h("ol", {}, chunks.map(({ end: tokens, at }, n) => h("li", {}, `tokens ${number(n ? chunks[n - 1].end : 0)} to ${number(tokens)}: after ${duration(Math.max(0, at - begin))}`)))),
     h("a", { href: addressOf(run.name, "timeline", [], { from: begin.toFixed(3), to: end.toFixed(3), sample: address.rest.join("."), discarded: sample.discarded }) }, "Its life among the lanes of the run"));
@@ -253,15 +253,15 @@ const told = ({ what, where, began, ended, start, end, how }, begin) =>
 
 /** The forks of an agent's session as a tree. */
 async function session(run, sample, signal) {
-  if (!sample.stays?.some(({ what }) => what === "act") && !sample.branch) return null;
+  if (!sample.spans?.some(({ what }) => what === "act") && !sample.fork) return null;
   const rows = (await ask(`${apiOf(run.name)}/groups/${sample.step}/${sample.group}`, signal)).filter(({ index, discarded }) => index === sample.index && (discarded ?? "") === (sample.discarded ?? ""));
   if (rows.length < 2) return null;
-  const known = new Set(rows.map(({ branch }) => branch));
-  const below = (parent) => rows.filter((row) => (row.branch && known.has(row.parent) ? row.parent : null) === parent);
+  const known = new Set(rows.map(({ fork }) => fork));
+  const below = (parent) => rows.filter((row) => (row.fork && known.has(row.parent) ? row.parent : null) === parent);
   const list = (found) => found.length > 0 && h("ul", {}, found.map((row) => h("li", {},
-    h("a", { href: sampleAddress(run.name, row), "aria-current": row.branch === sample.branch ? "page" : undefined }, row.branch ? `Fork ${row.branch}` : "The root"),
-    ` ${number(row.tokens)} tokens of the policy${row.branch ? `, forks from ${row.parent ? `fork ${row.parent}` : "the root"} after ${number(row.shared)} tokens` : ""}`,
-    list(below(row.branch)))));
+    h("a", { href: sampleAddress(run.name, row), "aria-current": row.fork === sample.fork ? "page" : undefined }, row.fork ? `Fork ${row.fork}` : "The root"),
+    ` ${number(row.tokens)} tokens of the policy${row.fork ? `, forks from ${row.parent ? `fork ${row.parent}` : "the root"} after ${number(row.shared)} tokens` : ""}`,
+    list(below(row.fork)))));
   return h("section", { class: "panel" }, h("h2", {}, "Its session"), list(below(null)));
 }
 

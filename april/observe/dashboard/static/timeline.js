@@ -54,7 +54,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
   }
 
   const rows = () => [...(sample ? [laneOf(sample, shown)] : []), ...rowsOf(shown)];
-  const stays = (lane) => (sample?.stays ?? []).filter(({ where, began, ended }) => where === lane.worker && ended >= shown.begin && began <= shown.end);
+  const spansOf = (lane) => (sample?.spans ?? []).filter(({ where, began, ended }) => where === lane.worker && ended >= shown.begin && began <= shown.end);
 
   function drawStrip() {
     const [pen, width] = sized(strip, 56);
@@ -82,7 +82,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
 
   function drawAll() {
     drawStrip();
-    drawLanes(lanes, shown, rows(), kinds, marks, (lane) => stays(lane).map(({ began, ended }) => [Math.max(began, shown.begin), Math.min(ended, shown.end)]));
+    drawLanes(lanes, shown, rows(), kinds, marks, (lane) => spansOf(lane).map(({ began, ended }) => [Math.max(began, shown.begin), Math.min(ended, shown.end)]));
     const length = shown.end - shown.begin;
     said.textContent = `${duration(length)} from ${duration(Math.max(0, shown.begin - shown.origin))} on, ${shown.lanes.length} workers.${shown.learner?.shares ? " Each column shows how one of its steps was spent; look closer to see every span." : ""}`;
     lanes.setAttribute("aria-label", `Lanes of the learner and ${shown.lanes.length} workers over ${duration(length)}`);
@@ -115,7 +115,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
     const time = laneTime(pointer.x);
     const column = Math.floor(((time - shown.begin) / (shown.end - shown.begin)) * SHARE_INTERVALS);
     const doing = lane.shares ? kinds.filter(([kind]) => lane.shares[kind]?.[column]).map(([kind, , text]) => `${text} ${Math.round(100 * lane.shares[kind][column])} %`) : kinds.flatMap(([kind, , text]) => (lane.spans[kind] ?? []).filter(([begin, end]) => begin <= time && time <= end).map(([begin, end]) => `${text} for ${duration(end - begin)}`));
-    said.textContent = `${lane.worker}: ${doing.join(", ") || "waiting"}${stays(lane).some(({ began, ended }) => began <= time && time <= ended) ? ` · has sample ${sampleName(sample)}` : ""} · ${duration(Math.max(0, time - shown.origin))} after the beginning`;
+    said.textContent = `${lane.worker}: ${doing.join(", ") || "waiting"}${spansOf(lane).some(({ began, ended }) => began <= time && time <= ended) ? ` · has sample ${sampleName(sample)}` : ""} · ${duration(Math.max(0, time - shown.origin))} after the beginning`;
   }
   strip.addEventListener("keydown", (event) => {
     const act = { ArrowLeft: () => move(-0.25), ArrowRight: () => move(0.25), "+": () => zoom(0.5), "-": () => zoom(2) }[event.key];
@@ -139,7 +139,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
 /** A lane with the history of one sample. */
 function laneOf(sample, { begin, end }) {
   const spans = {};
-  for (const { what, began, ended } of sample.stays ?? [])
+  for (const { what, began, ended } of sample.spans ?? [])
     if (ended >= begin && began <= end) (spans[what] ??= []).push([Math.max(began, begin), Math.min(ended, end)]);
   const chunk = (sample.chunks ?? []).map(({ at }) => at).filter((at) => at && at >= begin && at <= end);
   return { worker: `sample ${sampleName(sample)}`, spans, instants: { chunk } };
