@@ -127,7 +127,7 @@ ANOTHER_MEANING = {
     ("april/util/registry.py", "april"): "the package",
     ("april/data/tokenizer.py", "torch"): "the package",
     ("april/data/tokenizer.py", "transformers"): "the package",
-    ("april/cli/run.py", "torch"): "the package",
+    ("april/cli/quickstart.py", "torch"): "the package",
     ("april/util/objects.py", "local"): "a protocol of fsspec's",
     ("april/util/objects.py", "ssh"): "the same",
     ("april/config/addresses.py", "local"): "the same",
