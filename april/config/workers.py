@@ -387,8 +387,9 @@ class AgentSection(Section):
     chat_template: str = Field("", description="Jinja text used instead of the tokeniser's own chat template.")
     response_template: dict[str, Any] = Field(
         {},
-        description="Template by which answers are parsed into text and tool calls; parsed answers are streamed in "
-        "one piece. Empty: the tokeniser's own template, otherwise no parsing.",
+        description="How answers are parsed into text and tool calls: an object like the attribute response_template "
+        "of a transformers tokeniser. Parsed answers are streamed in one piece. Empty: that attribute; no parsing "
+        "where the tokeniser has none.",
     )
     max_turn_tokens: int | None = Field(
         None,

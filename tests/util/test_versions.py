@@ -57,8 +57,8 @@ def test_a_broker_refuses_an_older_run_and_leaves_it_as_it_is(run_dir, config_fi
     job = start("log", [*APRIL, "broker", str(config_file)])
     assert job.wait() == 2
     assert job.output == (
-        f"april broker: run folder {run_dir} was written by April 0.1 (format 1, where this April 0.2 has {RUN_FOLDER.current}); "
-        "finish it with april-rl==0.1.*, or choose another run.name\n"
+        f"april broker: run folder {run_dir} was written by April 0.1 (format 1, where this April 0.2 has "
+        f"{RUN_FOLDER.current}); finish it with april-rl==0.1.*, or choose another run.name\n"
     )
     assert contents(run_dir) == before
 
