@@ -65,7 +65,8 @@ class Agents:
                 session.receive_rows([(row, payload)])
 
     def drop(self, lease_id: int, why: str) -> None:
-        """Forget a session. For later requests with its key, the broker is asked which process holds the session."""
+        """Forget a session and cancel its program. `why`: answered to calls that wait. For later requests with the
+        session's key, the broker is asked which process holds the session."""
         if self._forget(lease_id, why, status=None):
             self.runner.cancel(lease_id)
 
@@ -83,7 +84,8 @@ class Agents:
     # --- from programs ----------------------------------------------------------------------------------------
 
     def program_started(self, key: int) -> None:
-        """Start the session's timeout; running the program again does not restart it."""
+        """Start the timeout (`agent.timeout_s`) of the session with lease id `key`; running the program again does not
+        restart it."""
         if key not in self._timers:
             loop = asyncio.get_running_loop()
             self._timers[key] = loop.call_later(self.section.timeout_s, self._time_out, key)

@@ -29,7 +29,8 @@ MAX_PENDING_CALLS = 64
 LONG_CHARACTERS = 16_384
 """Characters of a conversation from which a thread tokenises it, so that the event loop is not blocked."""
 SendObservation = Callable[[int, int, np.ndarray, wire.TurnRequest, int], None]
-"""Type of `BrokerLink.send_observation`: (lease id of the fork, start, tokens, request, parent fork)."""
+"""Type of `BrokerLink.send_observation`: (lease id of the fork, offset of the observation in the fork, its token ids,
+request, number of the parent fork)."""
 
 
 class Refusal(ValueError):
@@ -78,7 +79,8 @@ class Turn:
 
 @dataclass(eq=False)
 class Fork:
-    """A conversation of the session: it shares the first `offset` tokens with its parent. Fork 0 is the root."""
+    """A conversation of the session: it shares its first `offset` tokens with the fork of number `parent`. Fork 0 is
+    the root."""
 
     number: int
     parent: int
@@ -109,9 +111,9 @@ class PolicyCall:
     tools: list[Any] | None = None
     max_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the answer, besides the usual ones."""
+    """Token ids that end the answer, besides the tokeniser's end-of-text tokens."""
     is_retry: bool = False
-    """Whether the client marks the call as a retry."""
+    """Whether the client marks the call as a retry, in its headers."""
     idempotency_key: str = ""
     """The client's name for this call and its retries; "" without one."""
     prompt: np.ndarray | None = field(default=None, compare=False)
@@ -125,7 +127,8 @@ class ConversationTree:
         self, lease: wire.AgentSession, renderer: Renderer, send_observation: SendObservation,
         max_turn_tokens: int | None, by_tokens: bool = False,
     ):  # fmt: skip
-        """`by_tokens`: render the whole history with each call; continue after the last answer with equal tokens."""
+        """`max_turn_tokens`: token limit of an answer whose call sets none; None: what the response budget leaves.
+        `by_tokens`: render the whole history with each call; continue after the last answer with equal tokens."""
         self.lease = lease
         self.renderer = renderer
         self.send_observation = send_observation
@@ -231,8 +234,9 @@ class ConversationTree:
         return turn
 
     async def with_prompt(self, call: PolicyCall) -> PolicyCall:
-        """Render a long call's whole prompt in a thread, if it will be needed because the history is new or was
-        rewritten; returns the call with that prompt, otherwise unchanged. Raises BadMessages."""
+        """Render the whole prompt of a call of at least LONG_CHARACTERS in a thread, if it will be needed because the
+        call repeats no answer of the session, or calls are continued by tokens; returns the call with that prompt,
+        otherwise unchanged. Raises BadMessages."""
         size = sum(len(text) for message in call.messages for text in texts_of(message))
         if size < LONG_CHARACTERS or not self._renders_whole(call):
             return call
@@ -256,7 +260,9 @@ class ConversationTree:
         return [self.images[source].name for source in image_sources(messages)]
 
     def _retried_turn(self, call: PolicyCall, key: bytes) -> Turn | None:
-        """The turn that the call retries: by idempotency key, by an abandoned equal call, or by the retry mark."""
+        """The turn that the call retries, None if it is no retry: the turn with its idempotency key, an abandoned turn
+        of an equal call, or, if the client marks a retry, the last turn of an equal call. `key`: hash of the call
+        (`request_key`)."""
         named = self._turns_by_name.get(call.idempotency_key)
         if named and named.request.key == key:
             return named

@@ -77,7 +77,7 @@ class Gateway:
         self.former_keys: dict[str, int] = {}
         """Closed key -> HTTP status of requests that still use the key."""
         self.forwarder: SessionForwarder | None = None
-        """Forwards requests for sessions of other processes; None where there are none."""
+        """Forwards requests for sessions of other agents processes; None: such requests are refused."""
         self.attach_key: AttachKey | None = None
         """Key that authorizes external harnesses to take sessions; None if April runs the agent programs itself."""
         self.counts: Counter[str] = Counter()
@@ -167,8 +167,8 @@ class Gateway:
     async def _stream(
         self, request: web.Request, body: dict[str, Any], dialect: Dialect, session: ConversationTree, turn: Turn
     ) -> web.StreamResponse:
-        """Answer by server-sent events: text as it is journaled, or, where answers are parsed, once they are
-        complete."""
+        """Answer a request by server-sent events: with text as it is journaled or, if the renderer parses answers, once
+        the answer is complete."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         stream = ResponseStream(response, dialect.numbers_events)
@@ -204,8 +204,8 @@ class Gateway:
         return self.sessions[key]
 
     def _has_secret(self, request: web.Request) -> bool:
-        """Whether a request carries the attach key or a session key; a key of another process's session is checked
-        there."""
+        """Whether a request carries the attach key or a session key; the key of another process's session is checked by
+        that process."""
         key = self.key_of(request)
         is_attach_key = self.attach_key is not None and self.attach_key.is_shown(key)
         is_session_key = request.path not in SESSIONLESS_PATHS and SESSION_KEY.fullmatch(key) is not None

@@ -26,8 +26,9 @@ class Gymnasium:
         self, name: str, arguments: dict[str, Any] | None = None, actions: Sequence[str] = (), turns: int = 32,
         reminder: str = "Say one of: {actions}",
     ):  # fmt: skip
-        """`actions`: a word for each action of the environment, in its order; by default their numbers. `reminder`: the
-        user message after an answer that names no action. Raises ConfigError."""
+        """`name`, `arguments`: those of `gymnasium.make`. `actions`: a word for each action of the environment, in its
+        order; by default their numbers. `turns`: most answers of the policy in an episode. `reminder`: the user message
+        after an answer that names no action. Raises ConfigError."""
         self.name, self.arguments, self.turns, self.reminder = name, arguments or {}, turns, reminder
         environment = self._make()
         self.actions = actions_of(environment.action_space, name, list(actions))
@@ -99,7 +100,8 @@ async def in_thread(call: Callable[[], Any]) -> Any:
 
 
 def actions_of(space: Any, name: str, words: list[str]) -> list[str] | None:
-    """The word of each action; None where the answer itself is the action. Raises ConfigError."""
+    """The word of each action: `words`, or their numbers if it is empty; None where the answer itself is the action (a
+    Text space). `space`: the action space of the environment `name`. Raises ConfigError."""
     from gymnasium.spaces import Discrete, Text
 
     if isinstance(space, Text) and not words:

@@ -40,8 +40,8 @@ class RequestImages:
     """
 
     def __init__(self, rule: ImageRule | None, why_none: str = "", patience_s: float = 600.0):
-        """`rule`: how the policy takes images; None if the run takes none, for the reason `why_none`. `patience_s`:
-        longest wait for the broker, seconds."""
+        """`rule`: how the policy takes images; None if the run takes none, and then refuses them with the text
+        `why_none`. `patience_s`: longest wait for the broker to store an image, seconds."""
         self.rule, self.why_none, self.patience_s = rule, why_none, patience_s
         self.keep: KeepImage = kept_by_nobody
         self._known: dict[str, SessionImage] = {}
@@ -75,7 +75,7 @@ class RequestImages:
 
     async def show(self, session: ConversationTree, messages: list[Message], sources: dict[str, bytes]) -> None:
         """Add all images of a call to the session, and have the broker keep those that no turn of the session names
-        yet. Raises Refusal."""
+        yet. `sources`: as `take` returns them. Raises Refusal."""
         shown = image_sources(messages)
         if not shown:
             return
@@ -92,8 +92,8 @@ class RequestImages:
             session.images[image.source] = image
 
     async def _kept(self, source: str, data: bytes) -> SessionImage:
-        """Prepare an image and wait until the broker has stored it; concurrent requests with the same image share the
-        work."""
+        """Prepare the image file `data` and wait until the broker has stored it. `source`: sha256 of the file, in hex;
+        concurrent requests with the same image share the work."""
         now = asyncio.get_running_loop().time()
         for old in [old for old, image in self._known.items() if image.kept_until <= now]:
             del self._known[old]

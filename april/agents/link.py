@@ -53,8 +53,8 @@ class Listener(Protocol):
 
 class BrokerLink(threading.Thread):
     def __init__(self, connection: BrokerConnection, capacity: int, address: str, listener: Listener):
-        """`capacity`: sessions held at once; `address`: base URL of the API for other agents processes. Construct it in
-        the event loop of `listener`."""
+        """`capacity`: most sessions held at once; `address`: base URL of the API for other agents processes. Construct
+        it in the event loop of `listener`."""
         super().__init__(name="link", daemon=True)
         self.connection = connection
         self.capacity = wire.HolderCapacity(capacity, address)
@@ -78,7 +78,8 @@ class BrokerLink(threading.Thread):
     def send_observation(
         self, lease_id: int, start: int, tokens: np.ndarray, request: wire.TurnRequest, parent: int
     ) -> None:
-        """Open a turn: append the observation `tokens`, int32 [T], at token `start` of a fork of `parent`."""
+        """Open a turn: append the observation `tokens`, int32 [T], to a fork at its token `start`. `lease_id`: that of
+        the fork. `parent`: number of the fork that it branches off."""
         state = msgspec.msgpack.encode(request)
         self._enqueue(lambda: self.reports.add_observation(lease_id, start, tokens, state, parent=parent))
 

@@ -24,7 +24,7 @@ LOOPBACK, ANY_ADDRESS = "127.0.0.1", "0.0.0.0"
 ATTACH_KEY = "attach.key"
 """File in the run folder with the attach key that April generates (`AttachKey`)."""
 MIN_KEY_CHARACTERS = 32
-"""Shortest attach key: 16 random bytes as `openssl rand -hex` prints them."""
+"""Least number of characters of an attach key: that of 16 random bytes as `openssl rand -hex` prints them."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def server_tls(section: AgentSection) -> ssl.SSLContext | None:
 
 
 async def listen(http: "web.AppRunner", section: AgentSection, tls: ssl.SSLContext | None) -> Addresses:
-    """Open the sockets. If the main port uses TLS or is public, local programs get a loopback port of their own.
-    Raises OSError."""
+    """Open the sockets, and return their base URLs. If the main port uses TLS or is public, programs that April starts
+    get a loopback port of their own. Raises OSError."""
     from aiohttp import web
 
     host, _, port = section.listen.rpartition(":")

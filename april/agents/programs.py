@@ -25,11 +25,11 @@ from april.util.registry import python_command, python_environment
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Grace period of a cancelled program before its process is killed."""
+"""Time between cancelling a program and killing its process (s)."""
 HEARTBEAT_TIMEOUT_S = 30.0
-"""Time without a heartbeat after which a host process counts as blocked."""
+"""Time without a heartbeat after which a host process counts as blocked, and is killed (s)."""
 START_TIMEOUT_S = 120.0
-"""Longest start of a host process, which imports the program."""
+"""Time limit for the start of a host process, import of the program included (s); a slower one counts as failed."""
 CHANNEL_CLOSED = (asyncio.IncompleteReadError, ConnectionError)
 """Exceptions that reading from a host process raises once the process has ended."""
 
@@ -60,7 +60,7 @@ class Runner(Protocol):
         """Run the program for a session."""
 
     def cancel(self, key: int) -> None:
-        """Stop the session's program, without a further call of the observer for it."""
+        """Stop the program of the session with this lease id; the observer is not called for it any more."""
 
     async def close(self) -> None: ...
 
@@ -185,7 +185,7 @@ class CommandRunner:
     """Runs a command as one process per session, which finds URLs, key and task in its environment variables."""
 
     def __init__(self, command: Sequence[str], log: Path, observer: ProgramObserver):
-        """`log`: file for the output of the processes."""
+        """`command`: words of the command. `log`: file for the output of the processes."""
         self.command, self.observer = list(command), observer
         self.log = log
         self.processes: dict[int, asyncio.subprocess.Process] = {}

@@ -26,7 +26,7 @@ class Renderer:
     renderer.render_prompt(messages, tools)                          # int32 [T]: prompt of the first turn
     renderer.render_continuation(before, new, tools, last_token)     # int32 [T]: what follows the answer to `before`
 
-    Argument `images` of both: number of tokens of each image in the rendered messages, in order.
+    Argument `images` of both: for each image in the rendered messages, in order, the number of tokens that it takes.
     """
 
     @classmethod
@@ -49,8 +49,9 @@ class Renderer:
         self, before: list[Message], new: list[Message], tools: list[Any] | None, last_token: int,
         images: Sequence[int] = (),
     ) -> np.ndarray:  # fmt: skip
-        """Token ids, int32 [T], between the policy's answer to `before` and its next answer. If the answer already ends
-        with the template's end-of-message token, `last_token`, that is not repeated."""
+        """Token ids, int32 [T], between the policy's answer to `before` and its next answer. `last_token`: last token
+        of the answer; if it is the token with which the template ends a message, it is not repeated. `images`: number
+        of tokens of each image in `new`."""
         text = self._render([*before, {"role": "assistant", "content": ANSWER_MARK}, *new], tools)
         rest = text.rpartition(ANSWER_MARK)[2]
         ending = self.decode_raw([last_token])

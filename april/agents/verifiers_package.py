@@ -62,7 +62,8 @@ class Verifiers:
 
 
 def load(name: str, arguments: dict[str, Any]) -> Any:
-    """The `vf.Environment` of that name. Raises ConfigError."""
+    """The `vf.Environment` that `load_environment` of the package `verifiers` makes of the name and keyword arguments.
+    Raises ConfigError."""
     try:
         import verifiers as vf
 

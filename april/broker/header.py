@@ -60,8 +60,8 @@ def make_header(config: Config, prompts: PromptBook) -> RunStarted:
 
 
 def check_header(recorded: RunStarted, wanted: RunStarted) -> None:
-    """Compare the settings in the journal's first record with those of the configuration. Raises JournalError if one
-    has changed; the error names each changed key with both values."""
+    """Compare the settings in the journal's first record (`recorded`) with those of the configuration (`wanted`).
+    Raises JournalError if one has changed; the error names each changed key with both values."""
     changed = [
         f"key {key!r} was {getattr(recorded, field)!r} and is {getattr(wanted, field)!r} now"
         for field, key in HEADER_KEYS.items()

@@ -39,7 +39,8 @@ class ImagePreparation:
     """
 
     def __init__(self, rule: ImageRule, store: ImageStore | None):
-        """`store`: where the files go; without one they are prepared and not kept."""
+        """`rule`: how images are prepared for the policy; `store`: where the files go; without one images are prepared
+        and not kept."""
         self._rule, self._store = rule, store
         self._threads = ThreadPoolExecutor(THREADS, "images")
         self._prepared: dict[str, Future[KnownImage]] = {}
@@ -91,7 +92,8 @@ class ImagePreparation:
         return known
 
     def _result(self, image: RowImage, known: "Future[KnownImage]") -> KnownImage:
-        """The result of a preparation; a failure is raised, and the next call prepares the image again."""
+        """The result of the preparation `known` of an image; a failure is raised, and the next call prepares the image
+        again."""
         try:
             return known.result()
         except (BadRow, OSError):

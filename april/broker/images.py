@@ -22,7 +22,7 @@ PIN_S = 600.0
 
 
 class DamagedImage(Damaged):
-    """Raised for an image that was once on disk and is not there as it was."""
+    """Raised for an image file that was once on disk and is missing or altered."""
 
     is_of_journal = False
 
@@ -60,7 +60,7 @@ class ImageStore:
         return name in self._kept
 
     def keep(self, name: str, png: bytes) -> None:
-        """Write an image unless it is there; it is on disk afterwards. Raises OSError."""
+        """Write the content `png` of an image file unless the file exists; it is on disk afterwards. Raises OSError."""
         with self._changing:
             if name in self._kept:
                 return
@@ -103,7 +103,7 @@ class ImageStore:
         self._pinned |= self._kept
 
     def reclaim(self, named: Callable[[], Iterable[str]], position: int, synced: int, now: float) -> None:
-        """Remove unneeded files, if that is due, in two steps: one call notes the images that the state at the
+        """Remove unneeded files, if `reclaim_is_due`, in two steps: one call notes the images that the state at the
         journal's end `position` does not name; a later call removes them once `synced` has reached that position.
         `named`: the names that the broker may still be asked for. `now`: seconds on any clock."""
         if now >= self._period_ends:

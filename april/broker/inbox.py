@@ -94,7 +94,7 @@ class Inbox:
 
     def _is_urgent(self, message: Frames, peers: Mapping[int, Peer]) -> bool:
         """Whether a message goes to the urgent lane. If earlier messages of its connection still wait, it follows them
-        into their lane."""
+        into their lane. `peers`: by session id."""
         route = message[0].bytes
         if route in self._reports.of_route or route in self._urgent.of_route:
             return route in self._urgent.of_route

@@ -182,7 +182,7 @@ class Migration:
     def choose(
         self, ledger: Ledger, loads: Iterable[WorkerLoad], now: float, length_of: LengthOf = attrgetter("sample.length")
     ) -> list[Move]:
-        """Choose moves to request now, at most one for each worker with room.
+        """Choose moves to request now, at most one for each worker with room. `loads`: loads of all workers.
 
         A straggler moves to a worker on which it is expected to end sooner, recomputing its context included.
         `WorkerLoad.has_room` implies that no waiting sample could use that room.

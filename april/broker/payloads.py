@@ -155,12 +155,14 @@ class Payloads:
         return row.reward or self.default_reward
 
     def release_files(self, starts: list[int]) -> None:
-        """Close journal files that are about to be deleted, and reclaim the space of images after them."""
+        """Close journal files (`starts`: their start positions) that are about to be deleted; images that only their
+        records name may then be removed."""
         self.journal.release_files(starts)
         self.images.reclaim_is_due = True
 
     def reclaim_images(self, named: Callable[[], Iterable[str]], now: float) -> None:
-        """Remove the files of images that are not needed, if that is due. `named`: names that may be asked for."""
+        """Remove the files of images that are not needed, if that is due (`ImageStore.reclaim_is_due`). `named`: names
+        that may be asked for."""
 
         def needed() -> Iterator[str]:
             return chain(named(), self.prompts.upcoming_images())
@@ -168,7 +170,7 @@ class Payloads:
         self.images.reclaim(needed, self.journal.end, self.journal.synced, now)
 
     def is_group_scored(self, evaluation: bool, epoch: int, row: int) -> bool:
-        """Whether the verifier of a prompt scores all responses of a group in one call."""
+        """Whether the verifier of the prompt at (epoch, row) scores all responses of a group in one call."""
         return self.reward_of(self.row_of(evaluation, epoch, row)).startswith(GROUP_REWARD)
 
 
@@ -185,6 +187,6 @@ def split_columns(columns: list[dict[str, int]], values: memoryview) -> list[dic
 
 
 def pack(dtype: str, pieces: list[memoryview]) -> wire.PackedArray:
-    """Concatenate pieces into one array with its checksum."""
+    """Concatenate pieces into one array of `dtype` with its checksum."""
     data = b"".join(pieces)
     return wire.PackedArray(dtype, crc32(data), data)

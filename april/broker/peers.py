@@ -309,17 +309,19 @@ class Peers:
         sequence: int = 0,
     ) -> None:
         """Queue a message for a peer's data connection, to be sent after the next sync and behind messages queued
-        earlier."""
+        earlier. `sequence`: number of the request that it answers; 0 for none."""
         peer.sent_bytes += sum(len(a.data) if isinstance(a, wire.PackedArray) else a.nbytes for a in arrays)
         self.outgoing.append(Outgoing(peer.data_route, message, list(arrays), peer.id, sequence))
 
     def send_now(self, peer: Peer, message: wire.Message, arrays: list[wire.PackedArray], sequence: int = 0) -> None:
-        """Queue a message that depends only on events that are on disk, so that it need not wait for a sync."""
+        """Queue a message that depends only on events that are on disk, so that it need not wait for a sync.
+        `sequence`: number of the request that it answers; 0 for none."""
         peer.sent_bytes += sum(len(packed.data) for packed in arrays)
         self.immediate.append(Outgoing(peer.data_route, message, list(arrays), peer.id, sequence))
 
     def refuse(self, cause: str, reason: str, route: bytes, session: int = 0, sequence: int = 0) -> None:
-        """Count a message that is not accepted, and queue a `Refused` in answer; `cause` is never a peer's own text."""
+        """Count, by `cause`, a message that is not accepted, and queue a `Refused` with `reason` in answer. `cause` is
+        never a peer's own text; `route`, `session`, `sequence`: those of the message."""
         self.refusals[cause] += 1
         self.outgoing.append(Outgoing(route, wire.Refused(reason), [], session, sequence))
 

@@ -66,7 +66,7 @@ class PromptBook:
         """Why the chat template rejected the last of the `untokenisable` rows."""
         self._config, self.seed = config, config.seed
         self._budgets = [response_budget(config, source) for source in range(max(1, len(data.prompt_sources)))]
-        """Longest responses by source (tokens)."""
+        """Limits on the length of responses (tokens), by number of the source."""
         self._teachers = [teacher_of(config, source) for source in range(max(1, len(data.prompt_sources)))]
         """Names of the sources' teachers."""
         shown = [bool(algorithm_of(config, source).divergence) for source in range(len(self._teachers))]
@@ -92,7 +92,8 @@ class PromptBook:
             raise
 
     def _look_at_prompts(self, allowed: Collection[str]) -> None:
-        """Tokenise the held-out prompts and the first one to train on. Raises ConfigError."""
+        """Tokenise the held-out prompts and the first one to train on. Raises ConfigError. `allowed`: names of the
+        verifiers that rows may name; empty: those that ship."""
         config = self._config
         for settings in config.evaluation_sets:
             self.held_out[settings.number] = self._held_out(settings, allowed)
@@ -166,7 +167,7 @@ class PromptBook:
         raise BadRow("this run draws its prompts from files: set data.source to 'submitted' to bring them")
 
     def submission(self, row: int) -> tuple[int, bytes]:
-        """(number, extra) of a prompt that the trainer submitted; (-1, b"") for prompts from files."""
+        """(number, extra) of prompt number `row`, which the trainer submitted; (-1, b"") for prompts from files."""
         return -1, b""
 
     def row(self, epoch: int, position: int) -> DatasetRow:
@@ -176,18 +177,18 @@ class PromptBook:
         return self.held_out[number].rows[position]
 
     def source_of(self, epoch: int, position: int) -> int:
-        """Number of a prompt's source."""
+        """Number of the source of the prompt at (epoch, position)."""
         return self.rows.source_of(self.row_number(epoch, position)) if len(self.rows.counts) > 1 else 0
 
     def budget_of(self, evaluation: bool, epoch: int, position: int) -> int:
-        """Longest response to a prompt (tokens), observations included."""
+        """Limit on the length of responses (tokens), observations included, to the prompt at (epoch, position)."""
         whole = self._config.sampling.max_response_tokens
         if evaluation or self._budgets == [whole] * len(self._budgets):
             return whole
         return self._budgets[self.source_of(epoch, position)]
 
     def teacher_of(self, epoch: int, position: int) -> str:
-        """Name of the teacher of a prompt's source; "" without one."""
+        """Name of the teacher of the source of the prompt at (epoch, position); "" without one."""
         return self._teachers[self.source_of(epoch, position)] if self._config.teacher else ""
 
     def row_number(self, epoch: int, position: int) -> int:

@@ -89,7 +89,7 @@ def rebuild(
     """Rebuild an empty ledger from disk; returns the position of the snapshot used.
 
     `noted`: bytes of the journal known to have been synced. Raises JournalError if the journal is damaged, or lacks a
-    file that has data of a group.
+    file that has data of a group. `history`: rebuilt together with the ledger.
     """
     journal.known_synced = noted
     try:
@@ -115,7 +115,8 @@ def check_complete(run_dir: Path, journal: Journal, ledger: Ledger, stored: Coll
 
 
 def proofs_of_loss(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[int] = ()) -> list[str]:
-    """One sentence for each proof that the journal from which `ledger` was rebuilt has lost its last records."""
+    """One sentence for each proof that the journal from which `ledger` was rebuilt has lost its last records. `stored`:
+    steps of checkpoints in an object store."""
     found, step, checkpoints = [], last_step(run_dir / "metrics.jsonl"), {*checkpoints_of(run_dir), *stored}
     if (missing := journal.known_synced - journal.end) > 0:
         found.append(f"it ends at {journal.end} and was on disk up to {journal.known_synced}, {missing} bytes further")

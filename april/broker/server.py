@@ -156,8 +156,8 @@ class Server:
         self.journal.sync()
 
     def _bind(self, endpoint: str) -> None:
-        """Bind the socket. If the configuration allows any port or socket file, take that of the run's last broker, as
-        peers reconnect to it.
+        """Bind the socket to `endpoint`. If the configuration allows any port or socket file, take that of the run's
+        last broker, as peers reconnect to it.
 
         Raises BindError.
         """
@@ -244,7 +244,7 @@ class Server:
         self._trimmer.trim_if_due()
 
     def _wait(self, timeout_ms: int) -> None:
-        """Wait for a message to arrive, or for the running sync to end."""
+        """Wait, `timeout_ms` at most, for a message to arrive, or for the running sync to end."""
         while ready := dict(self._poller.poll(timeout_ms)):
             if self._synced in ready:
                 os.eventfd_read(self._synced)
@@ -385,7 +385,7 @@ class Server:
         return True
 
     def _drop_peer(self, route: bytes) -> None:
-        """End the session of a peer whose outbox is full, as it does not read its messages."""
+        """End the session of the peer at `route`, whose outbox is full, as it does not read its messages."""
         self._outboxes.pop(route, None)
         for peer in list(self.service.peers.by_id.values()):
             if route in (peer.data_route, peer.control_route):
@@ -484,7 +484,8 @@ class HeapTrimmer:
         self._at = 0.0
 
     def trim_if_due(self) -> None:
-        """Return free memory to the system if that is due; call it in each pass of the broker's loop."""
+        """Return free memory to the system if `TRIM_S` and `TRIM_SHARE` permit; call it in each pass of the broker's
+        loop."""
         if (began := clock.now()) >= self._at:
             resources.return_free_pages()
             now = clock.now()

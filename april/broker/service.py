@@ -47,7 +47,7 @@ from april.wire.security.allow_list import KeyOwner
 log = logging.getLogger(__name__)
 
 FILTERED_ROUNDS = 20
-"""Number of rounds' worth of groups that may be filtered out in a row before the run fails."""
+"""Number of groups filtered out in a row at which the run fails, as a multiple of the groups that a round opens."""
 SWEEP_S = 0.25
 """Seconds between checks for silent peers and expired leases."""
 SUMMARY_S = 0.25
@@ -220,7 +220,7 @@ class Service:
             self.peers.send(peer, wire.Finished(self.run.over), sequence=received.sequence)
 
     def enter_read_only(self, reason: str) -> None:
-        """Stop changing the ledger, as the journal cannot be written: drop the messages queued for peers.
+        """Stop changing the ledger, as the journal cannot be written, for `reason`: drop the messages queued for peers.
 
         Requests for the status are still answered; operators' commands that are not on disk are refused.
         """
@@ -283,7 +283,7 @@ class Service:
                 raise KeyRefused(f"another key works under the name {hello.name}; choose another with --name")
 
     def end_session(self, peer: Peer, why: str, now: float) -> None:
-        """End the session of a peer that left without a goodbye."""
+        """End the session of a peer that left without a goodbye. `why`: reason for the log."""
         ids = {"role": peer.role} | ({"worker": peer.name} if peer.role in HOLDERS else {})
         log.warning("the session of %s %s ends: %s", peer.role, peer.name, why, extra=ids)
         if peer.role in HOLDERS:
@@ -454,7 +454,8 @@ class Service:
     # --- the end --------------------------------------------------------------------------------------------
 
     def stop(self, reason: str, state: str, now: float) -> None:
-        """End the run: lease holders are told to stop at once, the learner in answer to its next fetch."""
+        """End the run for `reason`, with the final state `state`: lease holders are told to stop at once, the learner
+        in answer to its next fetch."""
         if not self.run.over:
             log.info("the run is over: %s", reason)
             self.run.over, self.run.state = reason, state

@@ -89,7 +89,8 @@ def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]
 
 def main(folder: str, position: str, rules: str) -> int:
     """Entry point of the snapshot process. Between the two phases of `make_snapshot` it sends the files to delete over
-    the channel that is its stdin, and waits there for the broker's line in answer."""
+    the channel that is its stdin, and waits there for the broker's line in answer. `folder`: the journal's; `position`:
+    that of the snapshot; `rules`: the ledger's, as JSON."""
     gc.disable()
     try:
         for dead in make_snapshot(Path(folder), int(position), msgspec.json.decode(rules, type=Rules)):

@@ -48,7 +48,7 @@ class StoredGroup(NamedTuple):
 
 
 class JournalVerifier:
-    """Reads, once, everything before a journal position that a ledger refers to.
+    """Reads, once, every journal record before position `below` that a ledger refers to.
 
     verifier = JournalVerifier(journal.folder, ledger, below=snapshot_position)
     verifier.start()
@@ -165,7 +165,7 @@ def images_of(group: Group) -> set[str]:
 
 
 def groups_with_damage(ledger: Ledger, damaged: Damaged) -> list[Group]:
-    """The groups of a ledger whose data includes the journal bytes that could not be read."""
+    """The groups of a ledger whose data includes the journal bytes that `damaged` names."""
     if isinstance(damaged, DamagedImage):
         return [group for group in ledger.groups.values() if damaged.name in images_of(group)]
     record, offset = damaged.record, damaged.offset

@@ -22,7 +22,8 @@ def check(kind: str, part: str, overrides: list[str]) -> int:
 
 
 def suite_of(kind: str) -> Callable[..., Any]:
-    """The conformance suite: (part, overrides, print function) -> number of failures. Raises ConfigError."""
+    """The conformance suite for parts of this kind ("engine" or "schedule"): (part, overrides, print function) ->
+    number of failures. Raises ConfigError."""
     try:
         if kind == "engine":
             from april.workers.engines.conformance.suite import check_engine_named

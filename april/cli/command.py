@@ -1,7 +1,7 @@
 """Defines commands of `april` (functions with options, whose docstrings are their help) and helpers that several
 commands share.
 
-Nothing heavy is imported here or at the top of a command's file: every start of a part reads them all.
+Neither this module nor the top of a command's file imports anything heavy: every start of a part reads them all.
 """
 
 import argparse

@@ -47,7 +47,7 @@ def launch(words: list[str], on: str | None, dry_run: bool, resume: bool, overri
 
 def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: bool) -> str:
     """Submit a run and return the cluster's answer; with `dry_run` return the text of the files that would be
-    submitted. Raises ConfigError."""
+    submitted. `resume`: the run of this name goes on. Raises ConfigError."""
     from april.config import load
     from april.config.hub import Fetcher
     from april.config.section import AUTO

@@ -80,7 +80,8 @@ def run(
 def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: bool, without_learner: bool) -> int:
     """Check, start and supervise all parts until the run ends; returns the exit status. Raises ConfigError.
 
-    `why_automatic`: how keys that were `auto` got their values, empty if none was.
+    `why_automatic`: how keys that were `auto` got their values, empty if none was. The others are options of `april
+    run`.
     """
     from april.broker.plan import advice, describe_plan
     from april.launch import preflight
@@ -140,8 +141,8 @@ def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: b
 def describe_run(
     files: list[Path], hardware: int | None, resume: bool, without_learner: bool, overrides: list[str]
 ) -> int:
-    """Print what a run would start and need, and each error that would keep it from starting; returns the exit
-    status."""
+    """Print what a run would start and need, and each error that would keep it from starting; returns the exit status.
+    `hardware`: number of accelerators to assume, None for this machine's; the others as for `april run`."""
     from april.config.hub import Fetcher
     from april.launch.devices import visible_devices
     from april.launch.dry_run import describe, indented
@@ -170,7 +171,8 @@ def describe_run(
 
 
 def check_trainer(config: "Config", without_learner: bool) -> None:
-    """Refuse to train with April's learner where training prompts or weights come from an external trainer."""
+    """Refuse to train with April's learner (not `without_learner`) where training prompts or weights come from an
+    external trainer."""
     from april.util.registry import registry_of
 
     transport = registry_of("weights.transport").find(config.weights.transport)
@@ -191,7 +193,8 @@ def check_trainer(config: "Config", without_learner: bool) -> None:
 
 
 def report_end(run_dir: Path, state: str, why: str) -> None:
-    """Record how the run ended, print its status and write its report; a failure here does not change the outcome."""
+    """Record how the run ended, print its status and write its report; if this fails, a line says so, and the outcome
+    stays. `state`: finished, stopped or failed; `why`: reason of a failure, otherwise empty."""
     from april.launch.preflight import mark_ended
     from april.observe.dashboard.report import write_report
     from april.observe.report.operations import print_status

@@ -55,7 +55,8 @@ def simulate(
 
 
 def read_scenario(path: Path, cost: str | None, overrides: list[str], trace: Path | None = None) -> "Scenario":
-    """A scenario; with `trace`, its response lengths and token budget are those of that file. Raises ConfigError."""
+    """A scenario. `cost`: name of a cost model, None for the first one of the scenario's file; `trace`: file of
+    response lengths, which give the scenario's lengths and token budget. Raises ConfigError."""
     from april.config.loading import parse_overrides
     from april.simulate.scenario import load_scenario
     from april.simulate.trace import budget_of, read_trace

@@ -53,7 +53,7 @@ def check_addresses(config: Config) -> None:
 
 
 def wrong_address(text: str) -> str:
-    """Why a text is refused as an address."""
+    """Why `text` is refused as an address: the end of a sentence whose subject is the text."""
     host = re.sub(r"^\w+://", "", text)
     host = host.rpartition("]")[0].removeprefix("[") if "]" in host else host
     for candidate in (host, host.rpartition(":")[0]):

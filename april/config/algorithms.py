@@ -33,7 +33,8 @@ def divided(config: Config) -> dict[int | None, Config]:
 
 
 def of_source(config: Config, number: int, algorithm: AlgorithmSection) -> Config:
-    """The configuration of a run in which all samples are of this source, with this algorithm."""
+    """The configuration of a run in which all samples are of the source `number`, with `algorithm` and that source's
+    response budget."""
     sampling = config.sampling.model_copy(update={"max_response_tokens": response_budget(config, number)})
     return config.model_copy(update={"algorithm": algorithm, "sampling": sampling})
 

@@ -39,8 +39,8 @@ SFT_ALONE = ("sft_rows", "sft_weight")
 def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     """Refuse keys that are valid one by one but do not fit together, and missing `inputs`.
 
-    The user's own parts, named as `package.module:Name`, are not imported here, since some processes of a run may lack
-    them. `april.launch.check` checks them, and so does each process that uses one.
+    This function does not import the user's own parts, named as `package.module:Name`, since some processes of a run
+    may lack them. `april.launch.check` checks them, and so does each process that uses one.
     """
     check_schedule(config.schedule, imported=config.is_shipped("schedule.kind"))
     check_minibatches(config)
@@ -82,8 +82,8 @@ def check_names(config: Config) -> None:
 
 
 def check_schedule(schedule: ScheduleSection, imported: bool = True) -> None:
-    """Refuse a `[schedule]` that the ledger cannot carry out; if `imported`, also one that its kind of schedule
-    refuses. A user-defined kind may not be imported here."""
+    """Refuse a `[schedule]` that the ledger cannot carry out; if `imported`, also one that the schedule registered as
+    `schedule.kind` refuses. `imported`: whether that schedule, perhaps a user's own, is imported for this."""
     kind = registry_of("schedule.kind").find(schedule.kind) if imported else None
     if key := schedule.automatic_key:
         if kind:
@@ -106,8 +106,8 @@ def check_schedule(schedule: ScheduleSection, imported: bool = True) -> None:
 
 
 def check_automatic(schedule: ScheduleSection, wanted: str | None) -> None:
-    """Refuse `auto` for any key but `wanted`, the only one that April can choose for this kind of schedule (None: it
-    can choose none)."""
+    """Refuse the value `auto` for any key of `[schedule]` but `wanted`, the only one for which April can choose a value
+    with this `schedule.kind` (None: there is no such key)."""
     key = schedule.automatic_key
     if wanted is None:
         kinds = registry_of("schedule.kind").names_where(lambda kind: kind.dial)
@@ -138,7 +138,8 @@ def check_minibatches(config: Config) -> None:
 
 
 def check_sampling(config: Config) -> None:
-    """Refuse truncated sampling of training samples where the engine does not return the support of each token."""
+    """Refuse truncated sampling of training samples if a shipped engine does not return each token's support (the ids
+    that it was drawn from), or if `sampling.top_k` does not bound the supports."""
     if not config.sampling.is_cut:
         return
     if config.is_shipped("worker.engine"):
@@ -154,7 +155,8 @@ def check_sampling(config: Config) -> None:
 
 
 def check_supports(config: Config) -> None:
-    """Refuse truncated sampling with an engine that does not return supports."""
+    """Refuse truncated sampling with an engine that does not return each token's support (the ids that it was drawn
+    from)."""
     engines = registry_of("worker.engine")
     if config.sampling.is_cut and not engines.find(config.worker.engine).returns_supports:
         key, value = first_cut_key(config)
@@ -223,7 +225,8 @@ def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
 
 
 def check_algorithms(config: Config, imported: bool = False) -> None:
-    """Refuse keys of `[algorithm]`, or of a source's own algorithm, that do not fit together or with other sections."""
+    """Refuse keys of `[algorithm]`, or of a source's own algorithm, that do not fit together or with other sections.
+    User-defined parts are checked only if `imported`."""
     configs = divided(config)
     if len(configs) > 1 and config.data.source == "submitted":
         why = "brings prompts of no source, and data.sources have algorithms of their own"
@@ -391,7 +394,8 @@ def check_sft_sources(data: DataSection) -> None:
 
 
 def check_budgets(config: Config) -> None:
-    """Refuse a source's budget above that of the run, or within the overlong buffer."""
+    """Refuse a source's response budget above `sampling.max_response_tokens`, or below
+    `reward.overlong_buffer_tokens`."""
     most, buffer = config.sampling.max_response_tokens, config.reward.overlong_buffer_tokens
     for number, source in enumerate(config.data.sources):
         key, budget = f"data.sources.{number}.max_response_tokens", source.max_response_tokens

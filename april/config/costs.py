@@ -47,7 +47,8 @@ class EngineCost(Section):
         return steps * first_s + self.decode_kv_s * running * (steps * (steps - 1) // 2)
 
     def steps_until(self, seconds: float, running: int, kv: int) -> int:
-        """Fewest decode steps that take at least `seconds`: the root of `steps_s`, a quadratic in the steps."""
+        """Fewest decode steps of `running` sequences, which begin with `kv` tokens in the KV cache, that take at least
+        `seconds`: the root of `steps_s`, a quadratic in the steps."""
         if seconds <= 0:
             return 0
         growth_s = self.decode_kv_s * running

@@ -27,9 +27,9 @@ COMMIT = re.compile("[0-9a-f]{40}")
 DATA_FILE = re.compile(
     r"(?:.*/)?(?!dataset_infos?\.json$|dataset_dict\.json$|state\.json$)[^/]*\.(jsonl|ndjson|json|parquet|arrow)"
 )
-"""Path of a file of rows. Metadata files of the `datasets` library do not match."""
+"""Regular expression for the path of a file of rows. Metadata files of the `datasets` library do not match."""
 MODEL_FILE = re.compile(r"(additional_chat_templates/)?[^/]+\.(json|txt|model|jinja|tiktoken)")
-"""Path of a file, other than weights, that belongs to a model in its repository."""
+"""Regular expression for the path of a file, other than weights, that belongs to a model in its repository."""
 
 
 def is_hub_name(path: str) -> bool:
@@ -46,7 +46,7 @@ class HubInput:
     table: dict[str, Any]
     """Keys and values of the table at `section`; resolved values are added."""
     prefix: str
-    """Prefix of the keys `path`, `revision` and so on."""
+    """Prefix of the input's keys in its table: "eval_" for `eval_path` and `eval_revision`, or ""."""
     repository: Literal["model", "dataset"]
     """Kind of the repository."""
 
@@ -75,18 +75,21 @@ class HubInput:
 
     @property
     def kinds(self) -> set[str]:
-        """Kinds of input that the repository provides: "model", "data", or "data" and "conversations"."""
+        """Kinds of input that the repository provides: "model"; "data"; or "data" and "conversations" for a source of
+        kind sft."""
         if self.repository == "model":
             return {"model"}
         return {"data", "conversations"} if self.get("kind") == "sft" else {"data"}
 
     def key(self, name: str) -> str:
-        """The whole key `path`, `revision`, `split` and so on."""
+        """The whole key, section and prefix included, of the input's key `name`: `data.eval_split` for "split" of
+        held-out prompts."""
         return f"{self.section}.{self.prefix}{name}"
 
     def get(self, name: str) -> Any:
-        """The value of `revision`, `split` and so on. Held-out prompts have the revision and the configuration of the
-        training prompts from the same repository."""
+        """The value of the input's key `name`, such as "revision" or "split"; None if it is unset. Where held-out
+        prompts have no revision or configuration of their own, those of the training prompts from the same repository
+        count."""
         value = self.table.get(f"{self.prefix}{name}")
         shared = self.prefix and name in ("revision", "configuration") and self.table.get("path") == self.name
         return self.table.get(name) if shared and value is None else value
@@ -103,7 +106,8 @@ class HubInput:
 
 
 def hub_inputs(tree: dict[str, Any], model: type[Section]) -> list[HubInput]:
-    """The paths in `tree` that name a repository on a hub. Paths to files and folders must be absolute already."""
+    """The paths in `tree` that name a repository on a hub. Paths to files and folders must have been made absolute
+    (`make_paths_absolute`)."""
     return [
         HubInput(key, table, prefix, section.repository)
         for key, table, section in tables(tree, model)
@@ -114,7 +118,8 @@ def hub_inputs(tree: dict[str, Any], model: type[Section]) -> list[HubInput]:
 
 
 Fetch = Callable[[Sequence[HubInput]], None]
-"""Sets the commit of each name, and may download files into the cache. Raises ConfigError."""
+"""Function that sets the commit of each hub input that it gets, and may download files of it into the cache. Raises
+ConfigError."""
 
 # --- without a hub ----------------------------------------------------------------------------------------------------
 
@@ -248,7 +253,8 @@ def sizes_of(named: HubInput) -> tuple[dict[str, int], bool]:
 
 
 def download(named: HubInput, sizes: Mapping[str, int], files: Sequence[str]) -> list[str]:
-    """Download the `files` that exist in the commit into the cache; returns these."""
+    """Download into the cache those of `files` that the commit has, and return their names. `sizes`: size (bytes) of
+    each file of the commit."""
     from huggingface_hub import snapshot_download
 
     there = [name for name in files if name in sizes]
@@ -262,7 +268,8 @@ def download(named: HubInput, sizes: Mapping[str, int], files: Sequence[str]) ->
 
 
 def weight_names(named: HubInput, sizes: Mapping[str, int]) -> list[str]:
-    """Names of a model's weight files, as its index lists them. Raises ConfigError if it has none that April reads."""
+    """Names of a model's weight files, as its index lists them. `sizes`: as in `download`. Raises ConfigError if it has
+    none that April reads."""
     found = [path.name for path in weight_files(named.folder)] if WEIGHTS_INDEX in sizes else []
     plain = [name for name in sizes if re.fullmatch(r"[^/]+\.safetensors", name)]
     found = found or ([WEIGHTS] if WEIGHTS in sizes else plain)
@@ -274,7 +281,7 @@ def weight_names(named: HubInput, sizes: Mapping[str, int]) -> list[str]:
 
 @contextlib.contextmanager
 def refusing(named: HubInput) -> Iterator[None]:
-    """Raise the errors of a hub and of its cache as ConfigError."""
+    """Context manager that turns the errors of the hub and of its cache, for the input `named`, into ConfigError."""
     from huggingface_hub import constants, errors, get_token
 
     key, endpoint = named.key("path"), masked(constants.ENDPOINT)
@@ -353,7 +360,9 @@ def choose_files(
     for_evaluation: bool = False,
 ) -> tuple[str | None, str, list[str]]:
     """(configuration, split, its files) of a dataset whose files have these names, by the `configs` of its card or by
-    the names. None: the only or default one. `key`: the whole key of `split` and so on. Raises ConfigError."""
+    the names. `card`: metadata of the dataset's README. `configuration`, `split`: the wanted ones; None: the default or
+    only one. `for_evaluation`: the default split is test or validation, not train. `key`: turns "split" and so on into
+    the whole key, for errors. Raises ConfigError."""
     files = sorted(name for name in names if DATA_FILE.fullmatch(name) and not name.startswith("."))
     if not files:
         refuse(
@@ -375,8 +384,8 @@ def choose_files(
 
 
 def chosen(key: str, asked: str | None, known: Collection[str], preferred: Sequence[str]) -> str:
-    """The name that is asked for; if none is, the first preferred name that is known, or the only known one. Raises
-    ConfigError."""
+    """The name that is `asked` for; if that is None, the first of `preferred` that is in `known`, or the only one in
+    `known`. `key`: configuration key for the error. Raises ConfigError."""
     first = [name for name in preferred if name in known] or (list(known) if len(known) == 1 else [])
     if asked in known or (asked is None and first):
         return asked or first[0]
@@ -387,7 +396,7 @@ def chosen(key: str, asked: str | None, known: Collection[str], preferred: Seque
 
 
 def mappings(value: Any) -> list[Mapping[str, Any]]:
-    """The mappings in a list of a dataset card; other entries, as in a card with mistakes, are skipped."""
+    """The tables in `value`, a list in a dataset card; other entries, as in a card with mistakes, are skipped."""
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 

@@ -89,7 +89,8 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def assign(table: dict[str, Any], name: str, value: Any) -> None:
-    """Set a key of a table; a changed path or revision removes the commit of the former one."""
+    """Set the key `name` of a table; if it is a path or a revision of a hub input and changes, the input's `commit` is
+    removed."""
     if table.get(name) != value and (of_hub := re.fullmatch(r"(eval_)?(path|revision)", name)):
         table.pop(f"{of_hub[1] or ''}commit", None)
     table[name] = value
@@ -328,7 +329,8 @@ def model_of(tree: dict[str, Any], own_parts: Collection[str] = tuple(REGISTRIES
 
 
 def add_part_folders(tree: dict[str, Any], folders: list[str]) -> None:
-    """Add the folders of configuration files to `run.parts`, where Python modules of the user's own parts are found."""
+    """Add `folders`, those of the configuration files, to `run.parts`, in which Python modules of the user's own parts
+    are looked for."""
     run = tree["run"]
     if isinstance(run, dict) and isinstance(parts := run.get("parts", []), list):
         run["parts"] = list(dict.fromkeys([*map(str, parts), *folders]))
@@ -395,7 +397,8 @@ def make_paths_absolute(tree: Any, folder: Path, given: Collection[str] | None =
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file or folder exists; False for a path that the file system refuses, such as one that is too long."""
+    """Whether a file or folder exists at `path`; False for a path that the file system refuses, such as one that is too
+    long."""
     try:
         return path.exists()
     except OSError:

@@ -57,7 +57,8 @@ OVERLONG_SHARE = 5
 
 
 def fill_preset(tree: Any, default_budget_tokens: int) -> Any:
-    """`tree`, a configuration before validation, completed by the keys of its `algorithm.preset`."""
+    """`tree`, a configuration before validation, completed by the keys of its `algorithm.preset`.
+    `default_budget_tokens`: the response budget if `tree` gives none."""
     if not isinstance(tree, dict) or not isinstance(tree.get("algorithm"), dict):
         return tree
     name = tree["algorithm"].get("preset")

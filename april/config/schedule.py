@@ -124,24 +124,26 @@ class ScheduleSection(Section):
 
     @property
     def groups_per_round(self) -> int:
-        """N': groups opened in a round; N if it is not given."""
+        """N': groups opened in a round (`over_sampling_batch_size`); if not given, N, the groups of a batch
+        (`rollout_batch_size`)."""
         return self.over_sampling_batch_size or self.rollout_batch_size
 
     @property
     def over_sampled(self) -> int:
-        """The over-sampled round size that plans compare with: N' if it is above N, otherwise 2 N."""
+        """The over-sampled round size that plans compare with: N' (`groups_per_round`) if it is above N
+        (`rollout_batch_size`), otherwise 2 N."""
         per_round = self.groups_per_round
         return per_round if per_round > self.rollout_batch_size else 2 * self.rollout_batch_size
 
     @property
     def most_in_flight(self) -> int:
-        """C: most training samples in generation at a time."""
+        """C: most training samples in generation at a time (`in_flight`); if not given, all samples of a round."""
         return self.in_flight or self.groups_per_round * self.n_samples_per_prompt
 
     @property
     def batches_in_reach(self) -> int:
-        """Number of next batches that a new group may join under the staleness bound: S + 1, or S with overlap, which
-        opens groups a step early."""
+        """Number of batches, from the next one on, that a new group may join under the staleness bound S
+        (`max_staleness`): S + 1, or S with `overlap`, which opens groups a step early."""
         return self.max_staleness + (0 if self.overlap else 1)
 
     @property

@@ -165,8 +165,8 @@ SectionClass = TypeVar("SectionClass", bound=Section)
 def with_own_keys(
     model: type[Model], tree: Mapping[str, Any], known: Callable[[str], bool] = lambda key: True
 ) -> type[Model]:
-    """`model`, whose sections get the keys that the user's own parts, named in `tree`, declare. `known`: whether the
-    part that a key (section.field) names is imported here; another part's keys are taken as they are.
+    """`model`, whose sections get the keys that the user's own parts, named in `tree`, declare. `known`: whether this
+    process imports the part that a key (section.field) names; the keys of other parts are taken as they are.
 
     Raises ConfigError for a part with a key that its section has already.
     """
@@ -206,7 +206,8 @@ def own_names(key: str, value: Any) -> list[str]:
 
 
 def find_part(key: str, name: str) -> Any:
-    """The part; None if it cannot be imported here, which is no error before it is used."""
+    """The part called `name` under the configuration key `key`; None if this process cannot import it, which is an
+    error only once the part is used."""
     try:
         return registry_of(key).find(name)
     except ConfigError:
@@ -216,7 +217,8 @@ def find_part(key: str, name: str) -> Any:
 @cache
 def section_with(section: type[SectionClass], parts: tuple[tuple[str, Any], ...]) -> type[SectionClass]:
     """`section` with the keys that parts declare, each given as (key that names it, part): a class by a `Section`
-    called `Keys` in it, a function by its keyword-only parameters. Raises ConfigError for a key that is there already.
+    called `Keys` in it, a function by its keyword-only parameters. Raises ConfigError for a key that the section has of
+    its own.
     """
     extended, create = section, cast(Any, create_model)
     for key, part in parts:

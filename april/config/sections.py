@@ -302,7 +302,8 @@ class Config(Section):
         return set(self.part_names(key)) <= registry_of(key).shipped.keys()
 
     def shipped_part(self, key: str) -> Any:
-        """The shipped part that a key names; None if it names a user-defined part, which is not imported here."""
+        """The shipped part that a key names; None if it names a user-defined part, which this function does not
+        import."""
         return registry_of(key).find(self.part_names(key)[0]) if self.is_shipped(key) else None
 
     def to_toml(self) -> str:

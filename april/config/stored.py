@@ -39,7 +39,7 @@ def format_checksums(sums: Sums) -> str:
 
 
 def parse_checksums(text: str) -> dict[str, str]:
-    """File names and digests of a checksum list."""
+    """The checksum list (file name -> digest) in a text that `format_checksums` has written."""
     return {name: digest for digest, _, name in (line.partition("  ") for line in text.splitlines())}
 
 
@@ -88,7 +88,7 @@ class StoredCheckpoints:
         return found
 
     def put(self, step: int, sums: Sums, path: Path) -> None:
-        """Write one file of a checkpoint."""
+        """Write `path`, one file of the checkpoint of policy step `step` whose checksum list is `sums`."""
         self.objects.put(path, f"{folder_of(step, sums)}/{path.name}")
 
     def complete(self, step: int, sums: Sums) -> None:
@@ -96,7 +96,7 @@ class StoredCheckpoints:
         self.objects.write(f"{folder_of(step, sums)}/{CHECKSUMS_FILE}", format_checksums(sums).encode())
 
     def fetch(self, step: int, sums: Sums, name: str, path: Path) -> bool:
-        """Copy a file of a checkpoint to `path`; returns whether its checksum agrees."""
+        """Copy the file `name` of a checkpoint to `path`; returns whether its checksum is that in `sums`."""
         source = f"{folder_of(step, sums)}/{name}"
         for _ in range(2):
             try:
@@ -216,7 +216,8 @@ PEFT_PREFIX = "base_model.model."
 def adapter_config(rank: int, alpha: float, targets: list[str], base: Path | str) -> dict[str, Any]:
     """The content of `ADAPTER_CONFIG_FILE`, which peft, vLLM and SGLang read.
 
-    `base`: folder of the model that the adapter belongs to.
+    `rank`, `alpha`: those of LoRA; `targets`: names of the adapted layers; `base`: folder of the model that the adapter
+    belongs to.
     """
     return {
         "peft_type": "LORA",

@@ -90,8 +90,8 @@ def check_held_teacher(config: Config) -> None:
 
 def check_over_top_k(key: str, name: str, imported: bool = False) -> None:
     """Refuse a divergence that cannot be taken over a teacher's top k ids alone. The reverse KL is one: it is smallest
-    where the policy gives most of its mass to other ids. A user's own divergence is checked only if it is
-    `imported`."""
+    where the policy gives most of its mass to other ids. `key`, `name`: the configuration key and the divergence that
+    it names; a user's own one is checked only if `imported`."""
     registry = registry_of("algorithm.divergence")
     if (imported or name in registry.shipped) and not getattr(registry.find(name), "over_top_k", False):
         fits = registry.names_where(lambda part: getattr(part, "over_top_k", False))
@@ -100,8 +100,9 @@ def check_over_top_k(key: str, name: str, imported: bool = False) -> None:
 
 
 def check_hint(config: Config) -> None:
-    """Refuse a hint without {prompt}, with unknown or missing fields, without a divergence, or in a run that cannot
-    show it; and data.hint_key without {hint}."""
+    """Refuse a hint without {prompt}, with unknown or missing fields, without a divergence, or in a run that cannot use
+    it (agents' programs or a trainer write the prompts, or `learner.context_parallel` is above 1); and data.hint_key
+    without {hint}."""
     key, hint, data = "algorithm.hint", config.algorithm.hint, config.data
     fields = [source.hint_key for source in data.train_sources if source.hint_key]
     if fields and "{hint}" not in hint:

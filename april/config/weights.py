@@ -11,7 +11,8 @@ from april.util.registry import registry_of
 
 
 def check_snapshots(config: Config) -> None:
-    """Refuse keys of weight snapshots that no worker reads, too long intervals, and an unusable `weights.folder`."""
+    """Refuse keys of weight snapshots if no worker reads snapshots, a `weights.every` that skips versions which workers
+    need, and a `weights.folder` that is no usable URL."""
     weights, schedule = config.weights, config.schedule
     check_snapshots_are_read(config)
     if weights.delta == "off" and weights.whole_every != WeightsSection().whole_every:

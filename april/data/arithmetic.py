@@ -117,7 +117,8 @@ def demonstration(task: ArithmeticTask, noise: Noise = CLEAN, random: Random | N
 
 def demonstrations(easy: int, clean: int, noisy: int, seed: int) -> Iterator[dict[str, str]]:
     """Rows for supervised training, in training order: `easy` error-free ones of small multipliers, `clean` error-free
-    ones of every multiplier, `noisy` ones with errors. All are of the training split."""
+    ones of every multiplier, then `noisy` ones of every multiplier with errors. These three are numbers of rows. All
+    are of the training split."""
     random = Random(seed)
     for count, noise, allowed_times in ((easy, CLEAN, EASY_TIMES), (clean, CLEAN, None), (noisy, HABITS, None)):
         for _ in range(count):

@@ -61,7 +61,8 @@ def maker_of_rows(
     source: SourceSection, mapping: Mapping, prompt_as: str, tools_key: str
 ) -> Callable[[Any], DatasetRow]:
     """Create the function that converts a record to a row: messages of which the last is the assistant's, or a prompt
-    and its answer as texts. That function raises BadRow."""
+    and its answer as texts. `prompt_as`: given | chat | text; `tools_key`: field with the tools. That function raises
+    BadRow."""
 
     def make(record: Any) -> DatasetRow:
         record = given_record(record, source)
@@ -88,7 +89,8 @@ def maker_of_rows(
 
 
 def tools_of(given: Any, key: str) -> tuple[dict, ...]:
-    """The tools of a record, as JSON schemas. Raises BadRow."""
+    """The tools of a record, as JSON schemas. `given`: a list of them or its JSON text; `key`: the field, for errors.
+    Raises BadRow."""
     if isinstance(given, str) and given.strip():
         try:
             given = orjson.loads(given)
@@ -237,7 +239,7 @@ class ConversationEncoder:
         return ids, [(begin, first, first) for begin, first in zip(begins, firsts, strict=False)]
 
     def _says(self, ids: list[int], message: Message) -> bool:
-        """Whether tokens decode to the text of a message, without its thoughts."""
+        """Whether the tokens `ids` decode to the text of a message, white space and the message's thoughts left out."""
         try:
             check_printed([message, NOTHING], self.tokenizer.decode(ids, keep_special=True))
         except BadMessages:

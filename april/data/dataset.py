@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """int64 [count]: row indices in the order of this epoch."""
+    """int64 [count]: row indices in the order of this epoch: random by `seed` and `epoch`, or ascending without
+    `shuffle`."""
     if not shuffle:
         return np.arange(count, dtype=np.int64)
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch)))
@@ -57,13 +58,13 @@ def mixed_order(counts: list[int], weights: list[float], seed: int, epoch: int, 
 
 
 def rows_per_epoch(count: int, weight: float) -> int:
-    """Number of rows that a source contributes to an epoch."""
+    """Number of rows that a source of `count` rows contributes to an epoch at this `weight` (rows per own row)."""
     return max(1, round(weight * count))
 
 
 def source_rows(count: int, wanted: int, seed: tuple[int, int], epoch: int, shuffle: bool) -> np.ndarray:
     """int64 [wanted]: row indices of one source in this epoch, which continues the previous epoch's pass over the
-    source."""
+    source. `count`: rows of the source; `wanted`: those of an epoch; `seed`: (the run's seed, number of the source)."""
     if wanted == count:
         return np.arange(count, dtype=np.int64)
     start, end = epoch * wanted, (epoch + 1) * wanted

@@ -196,7 +196,8 @@ def _arguments(message: Message) -> list[str]:
 
 
 def _spellings(said: str, keeps_thoughts: bool) -> list[str]:
-    """Forms in which a template may print a text, without white space: as it is, as JSON, or without the thoughts."""
+    """Forms in which a template may print a text, without white space: as it is, as JSON, or without the thoughts.
+    `keeps_thoughts`: the last form is not allowed, as in the last message."""
     texts = [said] if keeps_thoughts else [said, THOUGHTS.sub("", said)]
     escaped = [json.dumps(text, ensure_ascii=ascii_only)[1:-1] for text in texts for ascii_only in (False, True)]
     return [_squeezed(text) for text in (*texts, *escaped)]

@@ -276,7 +276,8 @@ def slices(batch) -> Iterator[Any]:
 
 
 def numbered(file: Path, format_name: str, batches: Iterable[Any]) -> Iterator[Record]:
-    """The records of all batches, each with its location, such as "FILE, row 3"."""
+    """The records of all batches, each with its location, such as "FILE, row 3". `format_name`: the file's format, for
+    errors."""
     number, remaining = 0, iter(batches)
     while True:
         with refusing_damage(file, format_name, number + 1):

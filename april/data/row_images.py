@@ -118,8 +118,8 @@ class _Placement:
 
 
 def image_at(given: Any, folder: Path, store: Callable[[bytes], RowImage]) -> RowImage:
-    """Convert an image as datasets give it (path, bytes, object, data: URL or Pillow image) to a `RowImage`. Raises
-    BadRow."""
+    """Convert an image as datasets give it (path, bytes, object, data: URL or Pillow image) to a `RowImage`. `folder`:
+    relative paths start there; `store`: stores bytes that are no file. Raises BadRow."""
     if isinstance(given, dict):
         given = next((given[key] for key in ("bytes", "path", "url") if given.get(key) is not None), None)
     if isinstance(given, bytes):

@@ -143,7 +143,8 @@ def checked_prompt(prompt: Any, key: str) -> str | list[dict]:
 
 
 def check_message(message: Any, key: str) -> None:
-    """Raises BadRow unless the message has a known role and content that a chat template can render."""
+    """Raises BadRow unless the message has a known role and content that a chat template can render. `key`: field of
+    the record that has the message, for the error."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
         raise BadRow(
             f'key {key!r} has {excerpt(message)}, which is no message like {{"role": "user", "content": "..."}}'
@@ -176,7 +177,8 @@ def has_other_parts(message: dict) -> bool:
 
 
 def shaped_prompt(prompt: str | list[dict], mapping: Mapping, prompt_as: str) -> str | list[dict]:
-    """The prompt with its template applied, as text or as messages; messages are joined if text is asked for."""
+    """The prompt as text or as messages, as `prompt_as` says (given | chat | text): the mapping's template is put
+    around a text, and messages are joined if text is asked for. Raises BadRow."""
     if isinstance(prompt, list):
         if prompt_as == "text" and any(map(has_other_parts, prompt)):
             raise BadRow(f"{excerpt(prompt)} has parts that are no text, which data.prompt_as = 'text' would lose")
@@ -187,7 +189,7 @@ def shaped_prompt(prompt: str | list[dict], mapping: Mapping, prompt_as: str) ->
 
 
 def checked_label(label: Any, key: str) -> str:
-    """The label as text; several columns become a JSON object."""
+    """The label as text; several columns become a JSON object. `key`: label key of the record. Raises BadRow."""
     if isinstance(label, dict) and COLUMN_SEPARATOR in key:
         label = orjson.dumps(label, default=float).decode()
     if isinstance(label, str):
@@ -227,7 +229,7 @@ def hinted_prompt(row: DatasetRow, template: str, feedback: str = "") -> str | l
 
 
 def answer_in(label: str, key: str, mapping: Mapping) -> str:
-    """The label, or the answer that the mapping extracts from it."""
+    """The label, or the answer that the mapping extracts from it. `key`: label key of the record. Raises BadRow."""
     answer = mapping.answer_of(label) if mapping.answer_of else label
     if answer is None:
         raise BadRow(

@@ -147,7 +147,8 @@ class Tokenizer:
         return str(self.inner.apply_chat_template(plain, chat_template=chat_template, tokenize=False, **options))
 
     def for_template(self, messages: list[dict], template: str | None = None) -> list[dict]:
-        """Canonical messages with the arguments of tool calls in the form that the chat template takes."""
+        """Canonical messages with the arguments of tool calls in the form that the chat template takes: as JSON text or
+        as objects. `template`: None for the tokeniser's own."""
         has_calls = any("tool_calls" in message for message in messages)
         return with_text_arguments(messages) if has_calls and self._takes_text_arguments(template) else messages
 

@@ -172,7 +172,7 @@ def verifiers_of(config: Config) -> Mapping[str, str]:
 
 
 def check_source(source: SourceSection) -> None:
-    """Raises ConfigError unless the source's files exist and their format can be read here."""
+    """Raises ConfigError unless the source's files exist and this Python can read their format."""
     if not source.path.exists():
         raise ConfigError(
             f"data {source.path} is not there; put the dataset's files into that place, or make the quickstart's with "
@@ -214,8 +214,9 @@ def check_own_schedule(schedule: ScheduleSection) -> None:
 
 
 def check_learner_parts(config: Config) -> bool:
-    """Whether the loss or the optimizer has parts of the user's own, which this call then imports. Shipped parts are
-    checked with the configuration, and not imported here. Raises ConfigError, also if torch is missing."""
+    """Whether the loss or the optimizer has parts of the user's own; if so, this call imports and checks all parts.
+    Without any it imports none, since `april.config` has checked shipped ones. Raises ConfigError, also if torch is
+    missing."""
     check_installed(config.learner, config.lora)
     named = {(OPTIMIZERS, config.learner.optimizer)}
     for algorithm in algorithms(config):
@@ -290,7 +291,7 @@ def installed_backend(config: Config) -> str:
 
 
 def check_weights(folder: Path) -> bool:
-    """True, if the folder has all its weight files, complete. Raises ConfigError otherwise."""
+    """True, if the model's folder has all its weight files, complete. Raises ConfigError otherwise."""
     files = weight_files(folder)
     if not files:
         refuse("model.path", folder, "has no weights (*.safetensors)", "give a whole Hugging Face folder")
@@ -325,7 +326,8 @@ def is_plain(config: Config) -> bool:
 
 
 def try_part(trial: Callable[[Config, str], None], config: Config, found: Findings, on_device: bool) -> None:
-    """Try a user's part: on the accelerator, in a process that frees its memory at the end, or in this one on a CPU."""
+    """Try a user's part by `trial` (a function of configuration and device). `on_device`: on the accelerator, in a
+    process that frees its memory at the end; otherwise in this process on the CPU. `found` gets the results."""
     if on_device:
         try_apart(trial, config, found, "a part of one's own")
     else:
@@ -333,8 +335,9 @@ def try_part(trial: Callable[[Config, str], None], config: Config, found: Findin
 
 
 def check_has_device(error: Exception, part: str, device: str, configured: str) -> None:
-    """Raises NotTried if a trial's error may be due to a missing or occupied accelerator, or to what only a run's ranks
-    have, and not to the part. `configured`: the device in the configuration."""
+    """Raises NotTried if a trial's `error` may be due to a missing or occupied accelerator, or to what only a run's
+    ranks have, and not to the user's part. `part`: what was tried, as the subject of the error; `device`: where it was
+    tried, "cpu" or the accelerator; `configured`: the device in the configuration."""
     on_cpu, told = device == "cpu", "".join(traceback.format_exception(error))
     outside = NEEDS_RUN.search(told)
     where = "outside of a run" if outside else f"{'without an' if on_cpu else 'on the'} accelerator"
@@ -343,8 +346,8 @@ def check_has_device(error: Exception, part: str, device: str, configured: str) 
 
 
 def try_apart(trial: Callable[..., None], config: Config, found: Findings, subject: str) -> None:
-    """Make a trial in a process of its own: it needs torch, or an accelerator. What it objects to is an error; that
-    `subject` could not be tried is a warning."""
+    """Make a trial in a process of its own, since it needs torch or an accelerator. `found` gets what the trial objects
+    to as an error, and as a warning that `subject`, the thing tried, could not be tried."""
     words = python_command("-c", TRIAL, trial.__name__)
     env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     try:
@@ -416,7 +419,7 @@ def check_devices(config: Config, devices: Sequence[str]) -> None:
 
 def check_room(config: Config, trained: int) -> str:
     """Sentence about the free disk space. Raises ConfigError if run.dir is not writable or too small for the
-    checkpoints."""
+    checkpoints. `trained`: number of trained parameters, 0 if unknown."""
     folder = config.run_dir
     while not folder.exists():
         folder = folder.parent
@@ -464,7 +467,8 @@ def unused_roles(config: Config) -> set[str]:
 
 
 def check_keys(folder: Path | None, unused: Collection[str]) -> None:
-    """Raises ConfigError unless every role but the `unused` ones has a key that the broker's allow list accepts."""
+    """Raises ConfigError unless every role but the `unused` ones has a key in `folder` that the broker's allow list
+    accepts. Does nothing for None, a run without keys."""
     if folder is None:
         return
     allow_list = AllowList(folder / ALLOW_LIST)

@@ -151,7 +151,8 @@ def describe_ports(config: Config) -> str:
 
 
 def devices_by_part(config: Config, devices: Sequence[str]) -> dict[str, list[str]]:
-    """Accelerators by part: those present, or numbered from 0 if there are too few here."""
+    """Accelerators by part, out of `devices`, this machine's; if these are too few, out of as many as needed, numbered
+    from 0."""
     try:
         return place_parts(config, devices)
     except ConfigError:

@@ -56,7 +56,8 @@ class LearnerNode:
 def command_of(
     role: str, config: Config, arguments: Sequence[str], connect: str, name: str, learner_node: LearnerNode | None
 ) -> list[str]:
-    """Command line of a part's program. `arguments`: configuration files and overrides. Raises ConfigError."""
+    """Command line of a part's program. `arguments`: configuration files and overrides; `connect`: the broker's address
+    or the run folder; `name`: the part's, for a worker, scorer or agents process. Raises ConfigError."""
     connect_arguments = [] if role == "broker" else ["--connect", connect]
     if role != "learner":
         name_arguments = ["--name", name] if role != "broker" and name else []

@@ -193,7 +193,8 @@ def ways_to_fit(config: Config, memory_bytes: float, most: int = 3) -> list[tupl
 
 def objection(config: Config, needs: Needs, memory_bytes: float) -> str:
     """Reason why a run does not fit into accelerators of `memory_bytes`; empty if it fits. Where learner and engine
-    share accelerators, the division that a start makes, which keeps more for the engine, has to succeed too."""
+    share accelerators, the run also has to pass `divide`, which `april run` calls at its start, and which keeps more
+    memory for the engine."""
     if needs.least > memory_bytes:
         return f"{format_bytes(needs.least)} are needed"
     shape = read_shape(config.model.path)

@@ -106,8 +106,9 @@ def lock_run_folder(config: Config) -> Iterator[None]:
 
 
 def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
-    """Check that the named run can be resumed; returns one line per changed key and per loss that was accepted.
-    `accept_loss`: continue with a journal that has lost its end. Raises ConfigError."""
+    """Check that the named run can be resumed; returns one line per changed key and per accepted loss. `accept_loss`:
+    continue with a journal that is damaged or has lost its end; what it lost is an accepted loss. Raises
+    ConfigError."""
     run_dir = config.run_dir
     try:
         if not journal_folder(run_dir).is_dir():
@@ -125,7 +126,7 @@ def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
 
 
 def nothing_left(config: Config) -> str:
-    """Sentence that a run to be resumed is finished, and how to go on; empty if it has something to do."""
+    """Sentence that a run to be resumed is finished, and how to go on; empty if it can train or evaluate more."""
     summary = read_summary(config.run_dir / "summary.json")
     if summary.get("state") != "finished" or not config.exported_policy.is_dir():
         return ""
@@ -149,8 +150,8 @@ def nothing_left(config: Config) -> str:
 
 
 def check_journal(config: Config, accept_loss: bool) -> list[str]:
-    """Check that the journal is unlocked, fits the configuration and is complete; returns the losses accepted with
-    `accept_loss`. Raises JournalError."""
+    """Check that the journal is unlocked, fits the configuration and is complete; returns a sentence for each loss of
+    the journal's content that `accept_loss` has accepted. Raises JournalError."""
     folder, stored = journal_folder(config.run_dir), stored_checkpoints(config, once=True)
     with contextlib.closing(Journal(folder)) as journal:
         if recorded := recorded_header(folder):
@@ -171,7 +172,8 @@ def read_toml(path: Path) -> dict:
 
 
 def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
-    """One line per configuration key with different values: "section.key: old -> new"."""
+    """One line per configuration key with different values: "section.key: old -> new". `prefix`: put before each
+    key."""
     lines = []
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)

@@ -150,9 +150,10 @@ WRONG_RESPONSE = "I do not know."
 """Response that is given to verifiers to see whether they give feedback."""
 REWARD_MEND = "return a number, or a number and a dictionary of numbers"
 STARTING_S, DRY_S = 0.3, 20.0
-"""Time for grading beyond the first row of each verifier, at the start of a run and in a dry run."""
+"""Time for grading beyond the first row of each verifier (seconds), at the start of a run and in a dry run."""
 FIRST_ANSWER_S = 15.0
-"""Additional wait for a first answer, which may take up to its own time limit."""
+"""Additional wait for the first answer of each verifier or of the environment (seconds). A call may take longer, up to
+its time limit in the configuration."""
 
 
 class Rehearsal:
@@ -209,7 +210,7 @@ class Rehearsal:
         self._ask_filters(next(iter(scores.values()), None))
 
     def _is_usable(self, name: str) -> bool:
-        """Whether the verifier can be used; if it cannot, `check_run` has already recorded the error."""
+        """Whether the verifier can be imported and asked; if not, `check_run` has recorded the error before."""
         try:
             check_verifier(name, url=self.config.reward.url)
         except ConfigError:
@@ -226,8 +227,9 @@ class Rehearsal:
         state: bytes,
         patience_s: float,
     ) -> dict[int, Score]:
-        """Scores by row index: of each verifier's first row, and of as many other rows as there is time for. If a
-        prompt can show feedback, a wrong response to each first row i is scored as well, under the key ~i."""
+        """Scores by row index: of each verifier's first row, and of as many other rows as `patience_s` allows.
+        `by_verifier`: indices into `rows` by verifier; `state`: the environment's final state. If a prompt can show
+        feedback, a wrong response to each first row i is scored as well, under the key ~i."""
         first = {indices[0] for indices in by_verifier.values()}
         others = [index for indices in by_verifier.values() for index in indices[1:]]
         names = {index: name for name, indices in by_verifier.items() for index in indices}
@@ -248,8 +250,9 @@ class Rehearsal:
     def _answers(
         self, pool: ProcessPool, patience_s: float, enough: Callable[[], bool], submit_more: Callable[[], None]
     ) -> Iterator[Any]:
-        """Yield answers of a pool until it is idle or the time is over: `patience_s` from the start of its first
-        process, and `FIRST_ANSWER_S` more until `enough()`."""
+        """Yield answers of a pool until it is idle or the time is over: `patience_s` from the moment at which its first
+        process is ready, and `FIRST_ANSWER_S` more as long as `enough()` is false. `submit_more` is called after each
+        poll."""
         up, began = False, time.monotonic()
         while pool.pending and time.monotonic() - began < patience_s + (0 if enough() else FIRST_ANSWER_S):
             yield from pool.poll()
@@ -275,7 +278,8 @@ class Rehearsal:
             self.verifiers.put(item)
 
     def _judge(self, name: str, graded: list[tuple[InspectedRow, Score]]) -> str:
-        """Sentence about a verifier's scores of the reference answers; records errors and warnings."""
+        """Sentence about the scores that the verifier `name` gave the reference answers; records errors and warnings.
+        `graded`: (row, score of its reference answer)."""
         if not graded:
             return f"{name}: no answer yet after {FIRST_ANSWER_S:g} s; the run waits reward.timeout_s"
         failed = [(row, without_prefix(score.error, name)) for row, score in graded if score.error]
@@ -390,7 +394,8 @@ def with_fix(error: str, fix: str) -> str:
 
 
 def without_prefix(error: str | None, name: str) -> str:
-    """The error without the prefix that the sentence around it repeats."""
+    """The error of the verifier `name` without its beginning "verifier 'NAME': ", which the sentence around it has; ""
+    for None."""
     return (error or "").removeprefix(f"verifier {name!r}: ")
 
 

@@ -211,7 +211,7 @@ class Supervisor:
         """Times of the next status request and of the last status received (seconds)."""
         self._highest_step = 0
         self._evaluations = len(read_summary(self.run_dir / "summary.json").get("evaluation") or [])
-        """Number of evaluations already noted, in this start or earlier ones."""
+        """Number of evaluations that `_note_evaluations` has noted, in this start of the run or earlier ones."""
         self.start_up = StartUp(lambda text: view.note(text))
 
     def run(self) -> str:

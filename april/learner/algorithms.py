@@ -59,7 +59,7 @@ class Algorithms:
         """The objective of `[algorithm]`, then those of sources that have their own."""
         numbers = {source: number for number, source in enumerate(configs)}
         self.of_source = [numbers.get(source, 0) for source in range(max(1, len(config.data.prompt_sources)))]
-        """Number of the objective of each source."""
+        """Index in `objectives` of the objective of each source, by the number of the source."""
         self.used = [self.objectives[number] for number in sorted({*self.of_source})]
         """The objectives that train samples."""
         self.passes = list(dict.fromkeys(scoring for each in self.used for scoring in each.passes))
@@ -80,7 +80,8 @@ class Algorithms:
         return prepared
 
     def joined(self, batch: TrainingBatch, of_groups: Sequence[int]) -> Prepared:
-        """The parts of a batch, each prepared alone, as one; `of_groups`: number of the objective of each group."""
+        """One `Prepared` of a batch whose parts were each prepared by the objective of their groups; `of_groups`: index
+        in `objectives` of the objective that trains each group."""
         minibatches = np.array(self.objectives[0].minibatches(batch), np.int64)
         group_of_row = np.repeat(np.arange(len(batch.groups)), [len(group) for group in batch.groups])
         batch_advantages = np.zeros(len(group_of_row))
@@ -116,6 +117,6 @@ class Algorithms:
 
 
 def groups_of_rows(batch: TrainingBatch, rows: Sequence[int]) -> set[int]:
-    """Numbers of the groups that rows of a batch are from."""
+    """Indices in the batch of the groups that contain these `rows`, which are indices among all rows of the batch."""
     group_of_row = np.repeat(np.arange(len(batch.groups)), [len(group) for group in batch.groups])
     return {*group_of_row[rows].tolist()}

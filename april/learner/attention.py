@@ -45,7 +45,8 @@ class Reach:
     window: int | None = None
     """Number of last tokens of its sequence that a token sees, itself included; None for all."""
     chunk: int | None = None
-    """Size of the chunks, counted from the start of a sequence, across which no token sees; None for none."""
+    """Size in tokens of the chunks that a sequence is divided into from its start; a token sees only tokens of its own
+    chunk. None: not divided."""
 
     def squares(self, length: int) -> int:
         """Work of causal attention over a sequence of `length` tokens, where a pair of tokens counts 2: `length**2` if
@@ -169,7 +170,8 @@ def check_supported(
     seq_lens: list[int] | None,
     features: dict,
 ) -> list[int]:
-    """Sequence lengths of a supported input. Raises PackedAttentionError for any other."""
+    """The lengths `seq_lens` of the sequences of a supported input. Raises PackedAttentionError for any other. The
+    parameters are those of `packed_attention`; `features`: its further keyword arguments."""
     if not isinstance(attention_mask, Reach | None):
         raise PackedAttentionError(
             "an attention mask was passed; packed input has no padding, and masks of a model's own are not computed"

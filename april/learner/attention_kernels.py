@@ -132,7 +132,8 @@ def each_sequence(
 
 
 def bias_of(bias: Tensor, start: int, length: int) -> Tensor:
-    """The part of a bias [1, H, T, T] for a sequence of the row; dimensions of 1 stay."""
+    """The part of a bias [1, H, T, T] for the sequence of `length` tokens that begins at token `start` of the row;
+    dimensions of 1 stay."""
     for dim in (-2, -1):
         if bias.shape[dim] != 1:
             bias = bias.narrow(dim, start, length)
@@ -233,7 +234,8 @@ def variable_length(
 def flash_kernels(
     cu_seq_lens: Tensor, longest: int, scaling: float | None, reach: tuple[int, int]
 ) -> tuple[Callable, Callable]:
-    """PyTorch's flash attention of packed sequences, as `WithSinks` calls it: forward and backward pass."""
+    """PyTorch's flash attention of packed sequences: its (forward, backward) functions, as `WithSinks` calls them.
+    `longest`: tokens of the longest sequence. `reach`: most (earlier, later) tokens that a token sees, -1 for all."""
     from torch.nn.attention import varlen  # imported here: builds may lack it
 
     def forward(q: Tensor, k: Tensor, v: Tensor, sums: bool = False) -> Any:

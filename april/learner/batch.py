@@ -72,13 +72,15 @@ class TrainSample:
     images: tuple[bytes, ...] = ()
     """The images of the tokens as PNG files (`april.data.images`), in the order of their placeholders."""
     image_starts: tuple[int, ...] = ()
-    """Index, for each image, of the first token that may be its placeholder; empty: 0 for all. An image takes the first
-    placeholders from there on that the image before it has left. All others were sampled, and are text."""
+    """For each image the index of the first token that may be its placeholder; empty: 0 for all. An image takes the
+    first placeholders from that index on that no image before it has taken. Placeholder ids that no image takes were
+    sampled by the policy, and are text."""
     token_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Named columns that a scorer gave beside the reward, float32 [R], or [R, W] for W numbers of each token; 0 for
     observations."""
     hinted_prompt: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
-    """Token ids, int32, of the prompt under which the policy teaches itself; none if it does not."""
+    """Token ids, int32, of the prompt with its hint, under which the policy is its own teacher; empty without a
+    hint."""
     source: int = 0
     """Number of the prompt's source in `data.sources`."""
     feedback: str = ""
@@ -113,7 +115,7 @@ class TrainSample:
 
     @property
     def with_hint(self) -> "TrainSample":
-        """The response after the prompt with its hint."""
+        """The sample with `hinted_prompt` in place of its prompt, and the same response."""
         tokens = np.concatenate([self.hinted_prompt, self.tokens[self.prompt_tokens :]])
         return replace(self, tokens=tokens, prompt_tokens=len(self.hinted_prompt))
 

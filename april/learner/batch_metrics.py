@@ -43,7 +43,9 @@ def batch_metrics(
 def metrics_by_source(
     groups: Sequence[list[TrainSample]], with_gradient: Collection[int], turn_rewards: Sequence[str]
 ) -> dict[str, float]:
-    """The figures of each source that a batch has groups of, as NAME_source_S; `turn_rewards`: of each source."""
+    """The metrics `BY_SOURCE` and those of turns, for each source that a batch has groups of, as NAME_source_S for
+    source number S. `turn_rewards`: for each source the name of the token score that is the reward of turns; "" for
+    none."""
     found = dict[str, float]()
     for source, turn_reward in enumerate(turn_rewards):
         numbers = [number for number, group in enumerate(groups) if group and group[0].source == source]
@@ -56,7 +58,7 @@ def metrics_by_source(
 
 
 def hinted_share(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Share of the samples on which the policy teaches itself, 0 to 1; no metric if there is no such sample."""
+    """Share of the samples that have a prompt with a hint, 0 to 1; no metric if there is no such sample."""
     hinted = sum(len(sample.hinted_prompt) > 0 for sample in samples)
     return {"hinted_share": hinted / len(samples)} if hinted else {}
 

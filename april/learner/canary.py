@@ -27,16 +27,16 @@ class CanaryScorer:
         self.trained_text: np.ndarray | None = None
         """First token ids of the first batch seen, int32; None before it."""
         self._rounding: tuple[bytes, int, float] = b"", 0, 0.0
-        """Effect of rounding on the log-probabilities: the text it was measured on, the number of versions that have
-        used it, and the mean difference in nats."""
+        """(bytes of the token ids on which the effect of rounding was measured, number of versions scored with these
+        ids, mean difference of the log-probabilities that rounding makes, nats)."""
 
     def see(self, batch: TrainingBatch) -> None:
         if self.trained_text is None and batch.samples:
             self.trained_text = np.concatenate([sample.tokens for sample in batch.samples])[:CANARY_TOKENS]
 
     def scored(self) -> Canary:
-        """The canary with its log-probabilities under the current weights, and the effect of rounding on them, measured
-        at every eighth version. Collective."""
+        """The canary with its log-probabilities under the current weights, and the effect of rounding on them, which is
+        measured for the first of every `ROUNDING_EVERY` versions. Collective."""
         config, embedding = self.config, self.backend.lm.get_input_embeddings()
         tokens = canary_tokens(embedding.num_embeddings, longest_canary(config), self.trained_text)
         logprobs = self._score(tokens)

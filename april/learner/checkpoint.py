@@ -56,7 +56,7 @@ class CheckpointPart:
 
     @classmethod
     def of(cls, prefix: str, model: Any, lr: float, section: LearnerSection) -> Self:
-        """A part with a new optimizer, which `section` names."""
+        """The part of `model` with a new optimizer, which `section` names, at the learning rate `lr`."""
         return cls(prefix, model, OPTIMIZERS.find(section.optimizer)(list(model.trained), lr, section))
 
     def state(self) -> dict[str, Tensor]:
@@ -261,8 +261,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def member_of(form: Any, name: str) -> Enum:
-    """The member of an enum, which Python 3.11.0 to 3.11.3 pickle as `getattr(form, name)`. Raises UnpicklingError for
-    an attribute of anything else."""
+    """The member `name` of the enum class `form`: Python 3.11.0 to 3.11.3 pickle it as `getattr(form, name)`. Raises
+    UnpicklingError if `form` is anything but an enum class."""
     if not (isinstance(form, type) and issubclass(form, Enum) and name in form.__members__):
         raise pickle.UnpicklingError(f"it wants {name!r} of {form!r}, which is no enum's")
     return form[name]

@@ -65,8 +65,9 @@ class FileTransfer:
 def find_checkpoint(
     step: int, inventories: Sequence[RankInventory | None], disk_of_rank: Sequence[int]
 ) -> FoundCheckpoint | None:
-    """The complete checkpoint of `step` on the ranks' disks, by the inventory and the disk of each rank; None without
-    one. Files under different checksum lists come from different writes and are never combined."""
+    """The complete checkpoint of `step` on the ranks' disks; None if a file is missing. `inventories`: that of each
+    rank, None if it has no folder of this step; `disk_of_rank`: number of the disk of each rank. Files under different
+    checksum lists come from different writes and are never combined."""
     lists = [dict(inventory.sums) for inventory in inventories if inventory]
     for sums in lists:
         same = [
@@ -104,8 +105,8 @@ def plan_transfers(
 
 
 def order_transfers(moves: Sequence[FileTransfer]) -> list[FileTransfer]:
-    """Transfers in rounds in which each rank takes part once, so that ranks wait for each other as little as
-    possible."""
+    """The transfers in an order that runs in rounds: a rank takes part in at most one transfer of a round, so that few
+    ranks wait for each other."""
     remaining, ordered = list(moves), list[FileTransfer]()
     while remaining:
         busy, later = set[int](), list[FileTransfer]()
@@ -136,7 +137,8 @@ class Disks:
         self.disk_of_rank = [self.leaders.index(rank) for rank in lowest]
 
     def _lowest_ranks(self) -> list[int]:
-        """For each rank the lowest rank that sees the same folder, found by marker folders in it. Collective."""
+        """For each rank the lowest rank that sees the same `directory`, found by a folder that each rank creates in it.
+        Collective."""
         name = f"{self.all_gather(uuid.uuid4().hex, str)[0]}_{{}}.partial"
         own = self.directory / name.format(self.rank)
         retried(lambda: own.mkdir(parents=True, exist_ok=True))
@@ -169,7 +171,8 @@ class Disks:
         return names[ranks.index(self.rank) :: len(ranks)]
 
     def all_gather(self, own: Value, form: Any) -> list[Value]:
-        """As `all_gather_values`, among the ranks of the disks. Collective."""
+        """The value `own` of each rank, by rank, as `april.learner.process_group.all_gather_values`; `form`: type of
+        the values. Collective."""
         return all_gather_values(own, form, self.group)
 
     def barrier(self) -> None:

@@ -78,7 +78,8 @@ class ContextGroup:
         self.size, self.rank, self.group = size, rank, group
 
     def all_to_all(self, sent: Tensor) -> Tensor:
-        """[C, n] -> [C, n]: row r of `sent` goes to rank r; row r of the result comes from there. Collective."""
+        """[C, n] -> [C, n]: row r of `sent` goes to rank r of the group; row r of the result comes from rank r.
+        Collective."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return received
@@ -100,15 +101,16 @@ class ContextGroup:
         return model
 
     def whole(self, part: MicroBatch, columns: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """Columns [K] of all targets of a row from those of the rank's targets in its `part`. Collective."""
+        """Columns [K] of all targets of a row. `columns`: those of this rank's targets, in its `part` of the row.
+        Collective."""
         assert isinstance(part.exchange, RowExchange), "the micro-batch is no part of a row"
         if isinstance(columns, Tensor):
             return WholeColumns.apply(part.exchange, columns)[0]
         return WholeColumns.apply(part.exchange, *columns)
 
     def part(self, micro: MicroBatch) -> MicroBatch:
-        """This rank's tokens of a micro-batch, and the targets that they predict. Sequences are those of the whole row;
-        a last one of up to C - 1 tokens makes it divisible by C."""
+        """This rank's tokens of a micro-batch, and the targets that they predict. `seq_lens` and `cu_seq_lens` are
+        those of the whole row, padded by a last sequence of up to C - 1 tokens so that C divides its length."""
         lengths, padding = micro.seq_lens, -sum(micro.seq_lens) % self.size
         ids, positions, starts, compared = micro.ids, micro.positions, micro.cu_seq_lens, micro.divergence
         if padding:

@@ -75,8 +75,8 @@ class BatchConversations:
 
 
 def as_sample(row: Conversation, number: int, step: int, source: int = 0) -> TrainSample:
-    """A row as a sample whose trained tokens count as sampled by weights `step`, with the reward 1. What follows the
-    last of them predicts nothing, and is left out."""
+    """A row as a sample of group `number` with the reward 1, whose trained tokens count as sampled by weights `step`.
+    Tokens after the last trained token are left out."""
     trained = np.flatnonzero(row.is_trained)
     first, end = int(trained[0]), int(trained[-1]) + 1
     edges = np.flatnonzero(np.diff(row.is_trained[first:end].astype(np.int8), prepend=0, append=0)).tolist()
@@ -102,7 +102,7 @@ class ConversationLoss:
     """The loss of conversations beside that of samples."""
 
     def __init__(self, config: Config, ranks: Ranks, device: torch.device):
-        """`ranks` share the conversations of a batch."""
+        """`ranks`: the data-parallel ranks, among which the conversations of a batch are divided."""
         self.weights = {number: source.sft_weight for number, source in config.data.sft_sources.items()}
         self.ranks, self.device = ranks, device
         self.budget = config.learner.microbatch_tokens * config.learner.context_parallel

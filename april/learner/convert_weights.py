@@ -26,7 +26,8 @@ def convert(source: Path, to: str, step: int | None, model: Path | None, out_dir
     """Write `out_dir`, a new folder; returns a description of what was converted.
 
     `source` is a run folder, a Hugging Face folder, or a native checkpoint of a back end, for which `model` is the
-    Hugging Face folder with its configuration. Raises ConfigError.
+    Hugging Face folder with its configuration. `to`: name of the back end to convert to, or that of the Hugging Face
+    format. `step`: of a run's checkpoint; None: the newest. Raises ConfigError.
     """
     if out_dir.exists():
         refuse("--out", out_dir, "is there already", "give a folder that is not")

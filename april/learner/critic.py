@@ -65,8 +65,8 @@ class Critic:
     """The sharded value model and its optimizer. Every method is collective except `advantages` and `update`."""
 
     def __init__(self, config: Config, device: torch.device, bf16: bool, objective: Objective, backend: Backend):
-        """`objective`: one that takes the critic's values; `backend` has the policy, whose micro-batches the critic
-        gets."""
+        """`bf16`: passes in bfloat16, otherwise in float32. `objective`: one that takes the critic's values. `backend`:
+        that of the policy; the critic gets the same micro-batches."""
         self.section, self.device, self.ranks = config.critic, device, backend.ranks
         self.estimator: Estimator = objective.estimator
         model = empty_value_model(config.model.path, config.learner.activation_checkpointing)
@@ -81,7 +81,8 @@ class Critic:
         self.part = CheckpointPart.of("critic.", self.model, config.critic.lr, config.learner)
         self._totals = self._blank()
         self._has_gradient = False
-        """Whether the optimizer step has tokens of which the values are trained."""
+        """Whether the optimizer step that `finish_step` ended last had tokens with a value loss, on any rank; otherwise
+        `update` changes nothing."""
 
     def _blank(self) -> Tensor:
         """Zero-initialised sums of an optimizer step: [tokens, loss, clipped tokens]."""

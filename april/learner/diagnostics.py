@@ -24,8 +24,8 @@ class StepTotals:
     """Sums over the trained tokens of this rank in an optimizer step; over all ranks after `reduced`."""
 
     def __init__(self, device: torch.device, sources: int = 1, conversation_sources: int = 0):
-        """`sources`: number of sources that the samples may be from; `conversation_sources`: of all sources, if some
-        are of kind sft, otherwise 0."""
+        """`sources`: number of sources that the samples may be from. `conversation_sources`: number of all sources if
+        one of them is of kind sft, otherwise 0."""
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(sources, AGES, len(SUMS), dtype=torch.float64, device=device)
@@ -43,8 +43,9 @@ class StepTotals:
         sources: Tensor | None = None,
         **columns: Tensor,
     ) -> None:
-        """Add a micro-batch: its `loss`, and columns [K]: `ratio` pi / mu, `weight` by the corrections, `sources` int64
-        (None: all of source 0), and the other names of SUMS."""
+        """Add a micro-batch: its `loss`, and columns [K]: `ages` in policy steps, int64; `ratio` pi / mu; `weight`, the
+        product of the off-policy corrections; `sources`, number of the token's source, int64 (None: all 0); and by name
+        in SUMS further columns."""
         ones, blank = torch.ones_like(ratio), torch.zeros_like(ratio)
         columns |= {"tokens": ones, "ratio_mean": ratio, "weight_mean": weight}
         columns |= {"ratio_square": ratio.double().square(), "weight_square": weight.double().square()}
@@ -146,7 +147,8 @@ def means(sums: Tensor) -> dict[str, float]:
 
 
 def effective_share(count: float, total: float, square: float) -> float:
-    """Effective sample size (sum w)^2 / sum w^2 of `count` weights, as a share of `count`; 0 if all weights are 0."""
+    """Effective sample size (sum w)^2 / sum w^2 of `count` weights w, as a share of `count`; 0 if all weights are 0.
+    `total`: sum of w; `square`: sum of w^2."""
     return total**2 / (count * square) if square else 0.0
 
 

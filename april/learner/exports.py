@@ -76,7 +76,8 @@ def copy_other_files(source_folder: Path, target: Path) -> None:
 
 
 def export_adapter(policy: Policy, adapter: dict[str, Any], base: str, out_dir: Path) -> None:
-    """Write the trained tensors as a peft adapter folder, replacing `out_dir`. Collective; only rank 0 writes."""
+    """Write the trained tensors as a peft adapter folder, replacing `out_dir`. `adapter`: from `lora.describe`. `base`:
+    folder or name of the base model. Collective; only rank 0 writes."""
     weights = gather_tensors(policy.trained)
     if dist.get_rank() == 0:
         tied = {name: first for name, first in policy.lm.all_tied_weights_keys.items() if first in weights}

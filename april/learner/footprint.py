@@ -103,9 +103,9 @@ def kept_by_layer(policy: Policy, dtype: torch.dtype, tokens: int) -> list[int]:
     """Bytes that the policy's body keeps of a row of `tokens` tokens in passes of `dtype`: first those outside its
     layers, then those of each layer. The policy has no weights afterwards."""
     held, marks = list[Tensor](), list[int]()
-    """Tensors that are kept; bytes kept before and after each layer."""
+    """`held`: tensors that autograd keeps. `marks`: bytes kept so far, noted before and after each layer."""
     kept: dict[int, int] = {}
-    """Bytes of each memory that is kept and is no parameter's."""
+    """Bytes of each kept storage that is not a parameter's, by the storage's identity."""
     length = tokens // SEQUENCES
     with FakeTensorMode(allow_non_fake_inputs=True):
         body = policy.lm.base_model

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from april.learner.vision import text_model
 
 BLOCK = 64
-"""Values that share a scale."""
+"""Number of consecutive values of a row that share a scale."""
 SCALE_BYTES = 4
 
 

@@ -1,4 +1,5 @@
-"""The gradient norm of each response's log-probability, which some advantages are made of (`needs_norms`).
+"""The gradient norm of each response's log-probability, from which advantage estimators with the attribute
+`needs_norms` compute advantages.
 
 A backward pass sums the gradients of all its tokens over all ranks, so every response has a pass of its own, with all
 rows (forks) of the sample.

@@ -101,7 +101,8 @@ class HeldTensor:
 
     @property
     def row(self) -> int:
-        """Number of values of a row: all of a tensor that is divided along its first dimension."""
+        """Number of values of a row: the product of the tensor's sizes from the divided dimension on. A tensor that is
+        divided along its first dimension is one row."""
         return math.prod(self.shape[self.dim :])
 
     def part(self, parts: int) -> tuple[int, int]:
@@ -109,8 +110,8 @@ class HeldTensor:
         return -(-self.shape[self.dim] // parts) * math.prod(self.shape[self.dim + 1 :]) if self.shape else 1, self.row
 
     def span(self, first: int, end: int, rank: int, owner: int) -> Span | None:
-        """The span that `rank` sends to `owner` of the values from `first` to `end` (exclusive), which are a part of a
-        row or whole rows; None if it sends none."""
+        """The values that `rank` sends to `owner`, out of those from `first` to `end` (exclusive) of the flattened
+        tensor, which are a part of one row or whole rows; None if it sends none."""
         ranks = places(self.copies, owner)
         if rank not in ranks:
             return None

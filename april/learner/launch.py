@@ -29,7 +29,8 @@ each start of the ranks has a new one."""
 FOLDER = "april-ranks-"
 """First part of the name of the folder in which ranks meet."""
 SETTLED_S = 60.0
-"""Age from which an unlocked folder has no launcher, seconds."""
+"""Age in seconds from which an unlocked folder is removed; a younger one may be of a launcher that is about to lock
+it."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Environment variable with the number of restarts of the ranks so far, as torchrun names it; over several machines
 with the number of the start."""
@@ -137,7 +138,8 @@ def run(program: list[str]) -> int:
 
 
 def watch(pids: set[int]) -> int:
-    """Wait until all rank processes `pids` have ended; kill the rest when one fails. Returns 0, REFUSED or 1."""
+    """Wait until all rank processes `pids` have ended; kill the rest when one fails. Returns 0 if all succeeded,
+    REFUSED if one refused to train, otherwise 1."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     statuses: set[int] = set()
     try:

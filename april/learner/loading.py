@@ -100,8 +100,8 @@ def recompute_layers(lm: nn.Module) -> None:
 
 
 def hold_inputs_on_host(lm: nn.Module, pinned: bool) -> None:
-    """Have the forward pass of a model whose layers are recomputed move the input of each layer to the host's memory,
-    page-locked if `pinned`, from which the backward pass takes it back, in place."""
+    """Change a model whose layers are recomputed, in place: the forward pass moves the input of each layer to the
+    host's memory, page-locked if `pinned`, and the backward pass copies it back."""
     forward = lm.base_model.forward
 
     @wraps(forward)

@@ -176,8 +176,8 @@ def best_step(source: BatchSource | None) -> int:
 
 
 def pace_step(config: Config, began: float, tokens: float) -> None:
-    """Sleep until the step, which started at time `began`, has taken `tokens` * `learner.pace_token_s` seconds:
-    simulates a slower learner."""
+    """Sleep until the step has taken `tokens` * `learner.pace_token_s` seconds: simulates a slower learner. `began`:
+    start of the step (`time.perf_counter`, seconds). `tokens`: metric `tokens` of the step."""
     time.sleep(max(0.0, began + tokens * config.learner.pace_token_s - time.perf_counter()))
 
 

@@ -129,7 +129,8 @@ def names_in_folder(lm: nn.Module, trained: Iterable[str]) -> dict[str, str] | N
 
 
 def published_tensors(trained: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Trained tensors by their names in files; `names` maps names in the model to names in files."""
+    """Trained tensors by the names under which they are published: those of the model's files, for A and B with their
+    own last component. `names`: from `names_in_folder`."""
     found = {}
     for name, tensor in trained.items():
         layer, _, part = name.rpartition(".")
@@ -175,7 +176,8 @@ def describe(lm: nn.Module, section: LoraSection) -> dict[str, Any]:
 def save_adapter(
     folder: Path, weights: dict[str, Tensor], tied: dict[str, str], adapter: dict[str, Any], base: str
 ) -> None:
-    """Write an adapter folder for `peft.PeftModel.from_pretrained`. `base`: folder or name of the model it belongs to.
+    """Write an adapter folder for `peft.PeftModel.from_pretrained`. `weights`: trained tensors by name in the model.
+    `adapter`: from `describe`. `base`: folder or name of the model that the adapter belongs to.
 
     peft replaces the model's own tensors by those trained whole, and needs tied tensors in the file as well: `tied`
     maps their names to the tensors that they are tied to.

@@ -25,14 +25,16 @@ ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 
 
 class Row:
-    """The packed row that a model computes: its mixers look up here where the sequences lie."""
+    """The packed row that a model computes; the model's mixers share this object, and find in it where the sequences
+    lie."""
 
     def __init__(self) -> None:
         self.parts: list[Packing] = []
         """For each sequence of the row, the packing of that sequence alone."""
 
     def take(self, body: nn.Module, arguments: tuple, options: Mapping[str, Any]) -> None:
-        """Hook before the forward pass of a model's body, which is passed the `packing` of its row."""
+        """Hook before the forward pass of a model's body: takes the sequences from `packing` among the keyword
+        arguments `options`."""
         if packing := options.get("packing"):
             starts = packing.cu_seq_lens
             self.parts = [Packing([n], starts[i : i + 2] - starts[i]) for i, n in enumerate(packing.seq_lens)]

@@ -56,9 +56,8 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, ...] | HeadInputs:
         """(log-probability, entropy) of each target of `micro`, float32 [K] each, over its support if there is one, at
         the policy's sampling temperature unless `micro` or the caller gives another; then the divergence from its
-        teacher, if it has one.
-        `inputs_alone`: only what the head would compute from, with a copy of its weight, or `kept_head`: the copy that
-        an earlier such pass made of the same weights."""
+        teacher, if it has one. `inputs_alone`: return `HeadInputs`, from which the head would compute, with a copy of
+        its weight. `kept_head`: the copy that an earlier such pass made, to be used again; None: make one."""
         head = self.lm.get_output_embeddings()
         rows, weight = hidden_states(self.lm, micro).to(head.weight.dtype), head.weight
         if head.bias is not None:
@@ -91,7 +90,7 @@ def hidden_states(lm: nn.Module, micro: MicroBatch) -> Tensor:
 
 
 def load(folder: Path, temperature: float, recompute: bool = False) -> Policy:
-    """Load a Hugging Face folder unsharded, in fp32 on the CPU."""
+    """The policy of a Hugging Face folder, unsharded, in fp32 on the CPU; parameters as for `empty_policy`."""
     policy = empty_policy(folder, temperature, recompute)
     load_weights(policy.lm, folder)
     return policy

@@ -37,9 +37,10 @@ ASK_S = 0.5
 POLL_S = 0.1
 STORE_TIMEOUT_S = 10.0
 END_S = 20.0
-"""Longest time for a launcher to kill its ranks, seconds."""
+"""Longest time to wait for a launcher to kill its ranks and end, before it is killed itself (seconds)."""
 LEAVE_S = 60.0
-"""Longest time for which machine 0's store outlives its ranks when all have ended well, seconds."""
+"""Longest time that machine 0 keeps its store, once its ranks have ended with status 0, for the ranks of other machines
+(seconds)."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -76,7 +77,8 @@ class BrokerTalk(threading.Thread):
     keeps its answers."""
 
     def __init__(self, config: Config, connect: str, node: int):
-        """Raises BrokerUnreachable, AccessDenied and ConfigError."""
+        """`connect`: the broker's address or run folder. `node`: number of this machine. Raises BrokerUnreachable,
+        AccessDenied and ConfigError."""
         super().__init__(name="broker-talk", daemon=True)
         patience_s, keys = config.broker.patience_s, load_keys(config.keys, "learner")
         address = address_at(connect, patience_s)
@@ -85,11 +87,12 @@ class BrokerTalk(threading.Thread):
         self.address = ""
         """HOST:PORT of this machine's store; "" on every machine but 0."""
         self.joined = 0
-        """Number of the last start that this machine has joined; 0 before the first."""
+        """Number of the latest start of the learner, as the broker counts starts, that this machine has joined; 0
+        before the first."""
         self.told = wire.Rendezvous()
         """The broker's last answer."""
         self.error: Exception | None = None
-        """Why the broker is no longer asked."""
+        """Error that ended the communication with the broker; None while it goes on."""
 
     def run(self) -> None:
         try:
@@ -193,8 +196,8 @@ def join_start(broker: BrokerTalk, options: argparse.Namespace, patience_s: floa
 
 
 def everybody(store: Any, broker: BrokerTalk, options: argparse.Namespace, event: str, deadline: float) -> bool:
-    """Wait until the store has `event` of every machine in this start; returns whether it has, or there is a newer
-    start."""
+    """Wait until every machine has put the key of `event`, such as "ended", for this start into the store; returns True
+    then, and False once the broker has announced a newer start. `deadline`: monotonic seconds."""
     nodes, start = range(options.nodes), broker.joined
 
     def lacking() -> list[int]:

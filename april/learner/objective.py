@@ -60,7 +60,7 @@ class Prepared:
     """float64, one per row of the batch. With a critic: the mean advantage of the row's tokens, filled in after the
     critic's pass."""
     spread_groups: list[list[list[int]]]
-    """Nested lists: for each group whose rewards differ, for each of its samples, the indices in `samples` of the
+    """Nested lists: for each group whose rewards differ, for each of its samples, the indices, among the N rows, of the
     sample's rows (one row per fork)."""
     metrics: dict[str, float]
     """Metrics of the delivered batch: reward, tokens, groups, and the share of tokens by policy version."""
@@ -166,7 +166,7 @@ class ScoringPass:
     """Model that computes the columns: "policy", "reference" or "critic"."""
     is_needed: Callable[["Objective"], bool]
     phase: str
-    """Metric that counts the pass's seconds."""
+    """Name of the metric with the seconds of the pass."""
     activity: str
     """Activity of the learner during the pass, as its heartbeats report it."""
 
@@ -220,13 +220,13 @@ class Objective:
         """The scoring passes of each batch."""
 
     def minibatches(self, batch: TrainingBatch) -> list[int]:
-        """Number of the minibatch of each group of a batch."""
+        """Number of the minibatch, from 0, that each group of a batch is assigned to, at random by seed and step."""
         rng = random.Random(f"{self.seed} {batch.step}")
         return minibatches(len(batch.groups), self.learner.minibatches, rng)
 
     def prepare(self, batch: TrainingBatch, of_groups: Sequence[int] | None = None) -> Prepared:
         """Advantages, token weights, minibatches and metrics of a batch; a pure function of batch and configuration.
-        `of_groups`: number of the minibatch of each group; None: as for a whole batch."""
+        `of_groups`: number of the minibatch of each group; None: that from `minibatches`."""
         groups = [group_forks(group) for group in batch.groups]
         rewards, samples = sample_rewards(groups), batch.samples
         by_token = self.turn_advantages(batch.groups)
@@ -275,8 +275,8 @@ class Objective:
         )
 
     def turn_advantages(self, groups: list[list[TrainSample]]) -> list[np.ndarray] | None:
-        """Advantages of the sampled tokens of each row, float64 [K], by turns; None where rows have one advantage, or a
-        critic gives them."""
+        """Advantages of the sampled tokens of each row, float64 [K], from the returns of turns
+        (`algorithm.turn_reward`); None without rewards of turns, or with a critic, which gives the advantages."""
         section = self.section
         if not section.turn_reward or self.needs_values:
             return None

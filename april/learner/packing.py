@@ -53,8 +53,9 @@ def plan(
 def assign_to_bins(
     lengths: list[int], costs: Sequence[float], order: list[int], count: int, budget_tokens: int
 ) -> list[list[int]] | None:
-    """Assign samples to `count` bins, in the sequence `order`; returns the bins, costliest first and among similar
-    costs longest samples first. None if the samples do not fit."""
+    """Assign samples to `count` bins of at most `budget_tokens`. `order`: indices of the samples in the order of their
+    assignment. Returns the samples' indices by bin, costliest bin first and among similar costs the one with the
+    longest samples first; None if the samples do not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     cost = np.zeros(count)
     tokens, squares = np.zeros((2, count), np.int64)
@@ -244,8 +245,8 @@ def pack_support(samples: list[TrainSample], device: torch.device) -> PackedSupp
 
 
 def top_pairs(samples: list[TrainSample], teachers: Collection[str]) -> np.ndarray:
-    """Pairs (id, log-probability) of the ids that teachers find most likely at the K sampled tokens of samples, float32
-    [K, k, 2]; NaN where a teacher gave fewer, or none."""
+    """Pairs (id, log-probability) of the k ids that the sample's teacher finds most likely at each of the K sampled
+    tokens, float32 [K, k, 2]; NaN where it gave fewer, or none. `teachers`: names of the teachers that scorers ask."""
     names = {top_k_score(teacher) for teacher in teachers}
     told = [
         next((values for name, values in sample.token_scores.items() if name in names), np.zeros((0, 0)))

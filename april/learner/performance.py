@@ -93,7 +93,7 @@ def operations_of_tower(lm: nn.Module) -> float:
 
 
 def reach_of(index: int, config: PreTrainedConfig) -> Reach:
-    """How far the attention of a layer sees, by its own configuration."""
+    """The `Reach` of the attention of layer number `index`, according to the model's `config`."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     by_kind = {"sliding_attention": Reach(window), "chunked_attention": Reach(chunk=chunk)}
     if kinds := getattr(config, "layer_types", None):
@@ -102,7 +102,8 @@ def reach_of(index: int, config: PreTrainedConfig) -> Reach:
 
 
 def operations_of_heads(config: PreTrainedConfig) -> float:
-    """Floating-point operations of a layer's attention per square of a sequence's length."""
+    """Floating-point operations of one layer's attention in a forward pass, divided by `Reach.squares` of the
+    sequence."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     keys = getattr(config, "qk_head_dim", None) or size

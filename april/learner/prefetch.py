@@ -91,8 +91,9 @@ class BatchPrefetcher(Generic[Ready]):
         prepare: Callable[[TrainingBatch], Ready],
         check: Callable[[], None] = lambda: None,
     ):
-        """`source` is None except on rank 0; `group` spans all ranks, None for a single rank. `check` is called every
-        `ALIVE_S` seconds while a batch is waited for, and raises what ends the learner."""
+        """`source` is None except on rank 0; `group` spans all ranks, None for a single rank. `prepare`: function
+        (batch) -> prepared batch. `check` is called every `ALIVE_S` seconds while `take` waits; an exception that it
+        raises ends the learner."""
         self.source, self.group, self.prepare, self.check = source, group, prepare, check
         self._fetching = False
         """Whether a `fetch` of the source is in progress."""
@@ -130,8 +131,8 @@ class WeightSender:
     """Sends weights to the workers, in a thread while training goes on."""
 
     def __init__(self, publisher: Publisher | None, incarnation: int, frontier: int):
-        """`publisher` is None except on rank 0. Weights below the frontier come from replayed batches and are not
-        sent."""
+        """`publisher` is None except on rank 0. `incarnation`, `frontier`: from `BatchSource.start`. Weights of steps
+        below the frontier come from replayed batches and are not sent."""
         self.publisher, self.incarnation, self.frontier = publisher, incarnation, frontier
         self._sending: Future[dict[str, float]] | None = None
 
@@ -139,7 +140,7 @@ class WeightSender:
         return step >= self.frontier
 
     def start(self, step: int, weights: Weights, canary: Canary | None) -> None:
-        """Start sending weights `step`; the previous send must be finished."""
+        """Start sending the weights of policy step `step`; `finish` must have been called for the weights before."""
         if self.publisher:
             self._sending = in_background(self._send, self.publisher, Version(self.incarnation, step), weights, canary)
 

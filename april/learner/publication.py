@@ -57,8 +57,8 @@ class DividedSending:
         else:
             self.ends = PartSender(config.weights, group, device, self.merger)
         self._is_alone = self._has_gathered = False
-        """Whether rank 0 has taken over the sending of all weights; whether a version has been gathered. Meaningful on
-        rank 0 only."""
+        """`_is_alone`: whether rank 0 has taken over the sending of all weights. `_has_gathered`: whether a version has
+        been gathered. Meaningful on rank 0 only."""
 
     @classmethod
     def start(cls, trainer: Trainer, publisher: WeightPublisher | None) -> "DividedSending | None":

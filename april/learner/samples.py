@@ -172,8 +172,9 @@ class SampleWriter:
         return self.tokenizer
 
     def _put(self, step: int, rows: list[dict[str, Any]], untrained: list[ReceivedGroup]) -> None:
-        """Write the Parquet file of batch `step`, with `rows` and the groups discarded before it, and add the held-out
-        samples to the files of the steps whose weights they evaluate."""
+        """Write the Parquet file of weights `step` + 1, which batch `step` gives, with the batch's `rows` and the
+        discarded groups of `untrained`; add the held-out samples of `untrained` to the files of the weights that they
+        evaluate."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
@@ -198,7 +199,7 @@ class SampleWriter:
 
 
 def keep_picture(folder: Path, png: bytes) -> str:
-    """Keep an image in `folder` unless it is there; returns its name, the file's without `.png`."""
+    """Write an image to a file in `folder` unless the file exists; returns the file's name without `.png`."""
     name = name_of(png)
     path = folder / f"{name}.png"
     if not path.exists():

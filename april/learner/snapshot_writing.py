@@ -83,8 +83,8 @@ class SnapshotWriting:
         return ""
 
     def is_due(self, step: int) -> bool:
-        """Whether the weights of `step` are to be written: the first that are published, and those of every
-        `weights.every` steps."""
+        """Whether a snapshot of the weights of `step` is to be written: for the first weights that this process
+        publishes, and for each step that `weights.every` divides."""
         return self._last_step is None or step % self.config.weights.every == 0
 
     def gather(self, trainer: Trainer, version: Version) -> Snapshot:

@@ -32,7 +32,7 @@ class PendingRequest:
     is_complete: Callable[[list[wire.Received]], bool]
     arrays: Sequence[np.ndarray] = ()
     ahead: Sequence[tuple[wire.Message, Sequence[np.ndarray]]] = ()
-    """Messages, with their arrays, that are sent before it and get no answer."""
+    """Messages, with their arrays, that are sent before the request and get no answer."""
     answers: list[wire.Received] = field(default_factory=list)
     future: Future = field(default_factory=Future)
 
@@ -59,8 +59,10 @@ class BrokerSource:
         keeps_samples: Callable[[int], bool] | None = None,
         with_conversations: Callable[[TrainingBatch], TrainingBatch] | None = None,
     ):
-        """`keeps_samples` (step -> bool): whether samples of that step are stored for reading; None: no samples are.
-        `with_conversations` adds to a batch the conversations trained beside its samples; None: there are none."""
+        """`address`: of the broker. `weights_address`: where workers ask the learner for weights. `patience_s`: longest
+        wait for the broker. `keeps_samples` (step -> bool): whether samples of that step are stored for reading; None:
+        none are. `with_conversations` adds to a batch the conversations trained beside its samples; None: there are
+        none."""
         self.weights_address, self.keeps_samples = weights_address, keeps_samples
         self.with_conversations = with_conversations
         self.leftover: list[ReceivedGroup] = []
@@ -324,5 +326,5 @@ def token_columns(sample: TrainSample, scores: dict[str, np.ndarray]) -> dict[st
 
 
 def shift_spans(spans: list[wire.SampleSpan], first: int) -> list[wire.SampleSpan]:
-    """Copies of time spans whose token offsets are reduced by `first`, to at least 0."""
+    """Copies of time spans whose token offsets `start` and `end` are reduced by `first` tokens, to at least 0."""
     return [structs.replace(span, start=max(0, span.start - first), end=max(0, span.end - first)) for span in spans]

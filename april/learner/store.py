@@ -112,12 +112,12 @@ class StoredShard(msgspec.Struct, frozen=True, array_like=True):
     name: str
     offset: tuple[Count, ...]
     place: Count | None
-    """Number of the shard among those of its tensor."""
+    """Index that torch gives the shard among those of its tensor; None if it gives none."""
     file: Annotated[str, msgspec.Meta(pattern=r"^__\d+_\d+\.distcp$")]
     start: Count
     """Position of the shard's first byte in the file."""
     length: Count
-    """Number of the shard's bytes in the file."""
+    """Number of bytes that the stored shard takes in the file."""
     tensor_bytes: Count
     """Number of bytes of the shard's values in memory."""
 
@@ -197,7 +197,7 @@ class CheckpointStore:
         self.also_kept_steps: set[int] = set()
         """Policy steps whose checkpoints are never pruned, whatever their age; only rank 0's value is used."""
         self.metrics: dict[str, float] = {}
-        """Metrics of the last write, reported with the next step."""
+        """Metrics of the checkpoint written last, by name, reported with the next step."""
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.disks = Disks(directory, self.group)
         self.copies: CheckpointCopies = (
@@ -258,8 +258,8 @@ class CheckpointStore:
         self.prune(besides)
 
     def prune(self, besides: Collection[int]) -> None:
-        """Remove all checkpoints but the newest `keep` and those of the steps `besides`, on every disk and among the
-        copies."""
+        """Remove all checkpoints but the newest `keep` (given to the constructor) and those of the steps `besides`, on
+        every disk and among the copies."""
         if self.disks.is_leader:
             checkpoint.prune(self.directory, self.keep, besides)
         self.copies.prune(self.keep, besides)
@@ -297,7 +297,8 @@ class CheckpointStore:
         return found and self._prepare_restore(found, own)
 
     def _prepare_restore(self, found: FoundCheckpoint, own: RankInventory | None) -> FoundCheckpoint:
-        """Remove this disk's damaged files of a checkpoint, and copy its small files to every disk. Collective."""
+        """Remove this disk's damaged files of a checkpoint, as its inventory `own` names them, and copy the
+        checkpoint's small files to every disk. Collective."""
         source = folder(self.directory, found.step)
         if own and own.sums == found.sums:
             for name in own.damaged:
@@ -347,7 +348,7 @@ class CheckpointStore:
         checkpoint.read(source, state, parts)
 
     def _transfer(self, found: FoundCheckpoint, names: Collection[str], needed: Sequence[Collection[str]]) -> None:
-        """Transfer to each disk the files `needed` there, and give each of the files `names` a second copy if copies
-        are on disks. Collective."""
+        """Copy the files `names` between disks: each disk gets those that it needs, `needed[disk]`, and each file gets
+        a copy on a second disk if copies are kept on disks (`CheckpointCopies.on_disks`). Collective."""
         moves = plan_transfers({name: found.disks[name] for name in names}, needed, self.copies.on_disks)
         self.disks.transfer(self.disks.assign_ranks(moves), folder(self.directory, found.step), found.sums)

@@ -140,8 +140,9 @@ class TimeSlice:
         return self._time_sharing is not None
 
     def acquire(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Wait for the accelerator and move the offloaded state back onto it; returns the seconds that each took. A
-        learner that has state passes `group`, in which all ranks wait for each other. Raises TimeSliceLate."""
+        """Wait for the accelerator and move the offloaded state back onto it; returns the seconds of both as metrics,
+        {} if the learner's time slice is running or never ends. A learner that has state passes `group`, in which all
+        ranks wait for each other. Raises TimeSliceLate."""
         if self._time_sharing is None or self._time_sharing.has_slice:
             return {}
         MAIN.at("waiting for the accelerator", takes_long=True)

@@ -63,7 +63,8 @@ class EngineGaps:
         self.largest = torch.zeros(cells, dtype=torch.float64, device=device)
 
     def add(self, indices: list[int], logprobs: Tensor, behaviour: Tensor, ages: Tensor) -> None:
-        """Add the gaps of a micro-batch that concatenates the samples `indices`; the other arguments are [K] each."""
+        """Add the gaps of a micro-batch that concatenates the samples `indices`. `logprobs`: log pi of the learner,
+        `behaviour`: log mu of the engine, `ages` in policy steps; [K] each."""
         if not self.workers:
             return
         indices_by_sample = [

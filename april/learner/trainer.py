@@ -144,11 +144,11 @@ class Trainer:
 
     @property
     def passes_with_gradient(self) -> int:
-        """Number of forward passes that take as much work as a forward and a backward pass."""
+        """Cost of a forward plus a backward pass, in units of a forward pass."""
         return performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
 
     def operations(self, sample: TrainSample, objective: Objective) -> float:
-        """Floating-point operations of a batch for one of its samples: all passes of all models."""
+        """Floating-point operations of training on one sample, in all passes of all models."""
         length, epochs = input_tokens(sample), self.config.learner.epochs
         scored = sum(scoring.model != "critic" for scoring in objective.passes)
         passes = self.passes_with_gradient * (epochs + objective.needs_norms) + scored
@@ -291,8 +291,8 @@ class Trainer:
         return self.critic is not None and self.step_count < self.config.critic.warmup_batches
 
     def throughput(self, operations: float, seconds: float) -> dict[str, float]:
-        """Speed metrics: TFLOP/s per rank, and, if the device's peak is known, MFU (model FLOPs utilisation, 0 to
-        1)."""
+        """Metrics of speed over `seconds`: TFLOP/s per rank and, if the device's peak is known, MFU (model FLOPs
+        utilisation, 0 to 1). `operations`: of all ranks."""
         tflop_per_s = operations / dist.get_world_size() / seconds / 1e12
         return {"tflop_per_s": tflop_per_s} | ({"mfu": tflop_per_s / self.peak_tflops} if self.peak_tflops else {})
 

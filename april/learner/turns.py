@@ -23,7 +23,7 @@ Turn = tuple[int, int]
 
 
 def turns_of(sample: TrainSample) -> list[Turn]:
-    """(start, end) of each turn among the K sampled tokens of a response; one of no token if K = 0."""
+    """(start, end) of each turn among the K sampled tokens of a response; [(0, 0)] if K = 0."""
     found: list[Turn] = []
     count, covered = 0, -1
     for start, end, _ in sample.segments:
@@ -58,8 +58,9 @@ def turn_returns(sample: TrainSample, name: str, discount: float) -> np.ndarray:
 def turn_advantages(
     estimator: Callable[..., list[Tensor]], groups: Sequence[Sequence[TrainSample]], name: str, discount: float
 ) -> list[np.ndarray]:
-    """Advantage of each sampled token of each sample, float64 [K]: every turn is compared as if it were a response of
-    its group, with its return for a reward."""
+    """Advantage of each sampled token of each sample, float64 [K]: `estimator` compares every turn as if it were a
+    response of its group whose reward is the turn's return. `name`: token score of the turns' rewards. `discount`:
+    `algorithm.turn_discount`."""
     turns = [[turns_of(sample) for sample in group] for group in groups]
     returns = [[turn_returns(sample, name, discount) for sample in group] for group in groups]
     joined = [torch.from_numpy(np.concatenate([np.zeros(0), *group])) for group in returns]

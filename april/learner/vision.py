@@ -90,7 +90,8 @@ class ImagePacker:
         return cls(lm, reader) if reader else None
 
     def tokens_of(self, sample: TrainSample) -> int:
-        """Number of tokens of a sample that stand for images, or have been sampled as if they did."""
+        """Number of tokens of a sample that have the id of an image's placeholder, those that the policy sampled
+        included."""
         return int((sample.tokens == self.token_id).sum())
 
     def pack(self, samples: Sequence[TrainSample], device: torch.device) -> PackedImages:

@@ -90,9 +90,10 @@ class DivisibleWeights:
 
 
 def divide(heads: Sequence[TensorHead], ranks: int, holders: Sequence[Collection[int]] = ()) -> list[int]:
-    """The rank that gathers each tensor: the largest first, each to a rank that has it already, such as a whole expert,
-    unless that has its share of all bytes; otherwise to the rank with the fewest bytes so far. What a server
-    concatenates stays together. `holders`: for each tensor the ranks that hold all of it."""
+    """The rank that gathers each tensor. Tensors are assigned in order of size, the largest first: to a rank that holds
+    all of the tensor, such as an expert, as long as the rank's bytes stay within 1 / `ranks` of all bytes, otherwise to
+    the rank with the fewest bytes so far. Tensors that an inference server concatenates go to one rank. `holders`: for
+    each tensor the ranks that hold all of it."""
     units: dict[str, list[int]] = {}
     for index, head in enumerate(heads):
         units.setdefault(fused_name(head.name), []).append(index)
@@ -145,7 +146,7 @@ class Share:
 
 
 def shares(bucket: Iterable[Piece], rank: int, owner: int) -> list[Share]:
-    """The values of a bucket that `rank` gives to `owner`."""
+    """The values of a bucket that `rank` sends to `owner`, which gathers it."""
     spans = ((piece, piece.held.span(piece.first, piece.end, rank, owner)) for piece in bucket)
     return [Share(piece, span) for piece, span in spans if span]
 
@@ -193,8 +194,9 @@ def gather_part(
 
 
 def pieces(each: WeightTensor, dtype: torch.dtype, offset: int) -> Iterator[Piece]:
-    """A tensor in pieces, each of whole rows or part of one, and at most `BUCKET_BYTES` in float32, in which merged
-    weights are computed. `offset`: its place in the buffer of the rank that gathers it, bytes."""
+    """The tensor `each` in pieces of whole rows or a part of one row. A piece has at most `BUCKET_BYTES` in float32, in
+    which merged weights are computed. `dtype`: in which it is gathered. `offset`: position of the tensor in the buffer
+    of the rank that gathers it, bytes."""
     first, row = each.first, each.held.row
     while first < each.end:
         size = min(BUCKET_BYTES // torch.float32.itemsize, each.end - first)
@@ -226,7 +228,8 @@ class MessageMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, messages: list[list[Share]]) -> list[Tensor]:
-        """A place for each message, uint8 [bytes]: its shares one after the other, each aligned."""
+        """A part of the memory for each message, a list of shares: uint8 [bytes of the shares one after the other, each
+        aligned]."""
         sizes = [sum(aligned(share.size) for share in its) for its in messages]
         if messages and self._bytes.numel() < sum(sizes):
             self._bytes = torch.empty(sum(sizes), dtype=torch.uint8, device=messages[0][0].piece.held.device)
@@ -237,7 +240,8 @@ class Transfer:
     """A bucket on its way from the ranks that hold its values to the rank that gathers it."""
 
     def __init__(self, bucket: list[Piece], owner: int, data: Tensor, memory: MessageMemory):
-        """Start to send or to receive this rank's values of the bucket. Collective. `data`: this rank's buffer."""
+        """Start to send this rank's values of the bucket to rank `owner` or, on that rank, to receive the others' into
+        its buffer `data`. Collective."""
         self.data, rank = data, dist.get_rank()
         self.received: list[tuple[list[Share], Tensor]] = []
         """Values that each other rank sends to this one."""

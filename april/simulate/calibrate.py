@@ -47,12 +47,12 @@ class Timing:
     """Duration of the prefill after the weight update (seconds)."""
 
     def decode_terms(self) -> list[float]:
-        """Factors of the `EngineCost` fields in `decode_s`, in the order of `COSTS`."""
+        """Coefficients of the `EngineCost` fields in the predicted `decode_s`, in the order of `COSTS`."""
         steps = [self.steps, self.steps * self.running, self.steps * self.kv]
         return [*steps, self.admissions, self.admitted, self.admitted_tokens]
 
     def prefill_terms(self) -> list[float]:
-        """Factors of the `EngineCost` fields in `prefill_s`, in the order of `COSTS`."""
+        """Coefficients of the `EngineCost` fields in the predicted `prefill_s`, in the order of `COSTS`."""
         return [0, 0, 0, 1, self.running, self.context]
 
 
@@ -75,7 +75,8 @@ def measure(
     shares: Sequence[float] = RUNNING_SHARES,
     repeats: int = REPEATS,
 ) -> list[Timing]:
-    """Measure a grid of loads: running sequences (`shares` of the slots) times longest responses (tokens)."""
+    """Measure a grid of loads: running sequences (`shares` of the slots) times longest responses (tokens). Each load is
+    timed `repeats` times, and the medians count."""
     counts = sorted({max(1, round(probe.slots * share)) for share in shares})
     probe.time(probe.slots, min(longest_responses[0], probe.longest_response))  # warm-up
     return [
@@ -108,7 +109,8 @@ class Fit:
 
     @property
     def pause_s(self) -> float:
-        """Pause of the engine with all slots running during a weight update, without the prefill after it (seconds)."""
+        """Pause of the engine during a weight update, at the largest number of running sequences that was measured,
+        without the prefill after it (seconds, median)."""
         most = max(timing.running for timing in self.timings)
         return median(timing.pause_s for timing in self.timings if timing.running == most)
 

@@ -63,7 +63,9 @@ class SimulatedEngine:
         prefix_cache: bool = True,
         prefill_tokens: float = INFINITY,
     ):
-        """`prefill_tokens`: maximum context tokens admitted before the next decode step; one sample may have more."""
+        """`prefill_tokens`: maximum context tokens admitted before the next decode step; one sample may have more.
+        `slowdown`: factor on the times of the cost model. `keep_kv`: running samples keep their KV cache over a load of
+        weights; else it is computed again. `prefix_cache`: returned samples leave their KV tokens in the cache."""
         self.name, self.cost, self.slots, self.slowdown = name, cost, slots, slowdown
         self.keep_kv, self.prefix_cache, self.prefill_tokens = keep_kv, prefix_cache, prefill_tokens
         self.load = 0
@@ -113,7 +115,8 @@ class SimulatedEngine:
         self._cache_full = False
         """Whether the first waiting sample does not fit into the KV cache."""
         self._admits_next = False
-        """Whether the first waiting sample is admitted after one more decode step, for `prefill_tokens`."""
+        """Whether the first waiting sample is admitted only after one more decode step, because it would exceed
+        `prefill_tokens` in this one."""
         self._cache_full_s = -1.0
         """Last virtual time at which `_cache_full` was true (seconds); samples that had arrived by then have waited for
         KV cache."""
@@ -135,7 +138,8 @@ class SimulatedEngine:
         self._next_event = None
 
     def load_weights(self, version: Version, now: float, pause_s: float) -> None:
-        """Load weights at the end of the current decode step; they replace a load that has not begun."""
+        """Load weights at the end of the current decode step; the engine pauses for `pause_s` meanwhile. They replace
+        weights whose load has not begun. `now`: virtual time, seconds."""
         self._staged = (now, version, pause_s)
         self._next_event = None
 

@@ -212,7 +212,7 @@ class Measures:
 
     @property
     def slot_s(self) -> float:
-        """Slot-seconds that the schedule wanted to fill."""
+        """Slot-seconds that the schedule would fill if nothing delayed it: `slots_wanted` times the measured time."""
         return self.scenario.slots_wanted * self.measured.time_s
 
     @property

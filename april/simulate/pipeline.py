@@ -170,7 +170,7 @@ class Pipeline:
         self._replan()
 
     def _mark_changed(self, index: int) -> None:
-        """Have the engine's next event computed again."""
+        """Take note that the next event of the engine with this index must be computed again."""
         self._changed.pop(index, None)
         self._changed[index] = None
 
@@ -186,7 +186,8 @@ class Pipeline:
     # --- engines --------------------------------------------------------------------------------------------
 
     def _wake(self, index: int) -> bool:
-        """Process an engine's event; returns whether the broker has to react."""
+        """Process the event of the engine with this index; returns whether the broker has to react: samples were
+        reported, or the engine has new weights."""
         engine, longest = self.engines[index], self.scenario.lengths.longest_tokens
         version = engine.version
         ended, returned = engine.wake()
@@ -241,7 +242,8 @@ class Pipeline:
             heapq.heappush(self._failures, (self.state.now_s + self.scenario.engines.restart_s, index))
 
     def _report_lost(self, engine: SimulatedEngine, sample: SimulatedSample) -> None:
-        """Report a sample of a failed engine: only whole chunks had reached the broker, none if the group has ended."""
+        """Report a sample of a failed engine. Only its whole chunks (`chunk_tokens`) had reached the broker; if its
+        lease has ended, all its tokens are lost."""
         if sample.lease_id not in self.ledger.leases:
             self.state.lost_tokens += sample.generated
             return
@@ -268,7 +270,7 @@ class Pipeline:
         self.on_batch(self, self._batch_tokens(step))
 
     def learn(self, tokens: int) -> None:
-        """Train a batch of `tokens` tokens from now on."""
+        """Begin to train a batch of `tokens` tokens, and schedule the end of the step by the learner's cost."""
         cost = self.scenario.learner
         duration_s = cost.step_s + cost.token_s * tokens
         self.measures.training_s += duration_s

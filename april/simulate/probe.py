@@ -135,8 +135,9 @@ def vocabulary_of(config: Config) -> int:
 
 @contextmanager
 def probe_of(model: Path, slots: int, overrides: list[str]) -> Iterator[tuple[EngineProbe, str]]:
-    """(probe, engine name) for the engine that a worker of a run with these keys would make. Raises ConfigError, also
-    for an EngineError while the probe is used."""
+    """(probe, engine name) for the engine that a worker with so many `slots` would make for a `model` folder.
+    `overrides`: further configuration keys, as command-line words. Raises ConfigError, also for an EngineError while
+    the probe is used."""
     tree = {"model": {"path": str(model)}, "data": {}, "worker": {"slots": slots}}
     for key, value in parse_overrides(overrides):
         set_key(tree, key, value)

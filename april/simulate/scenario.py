@@ -170,7 +170,7 @@ class EnginesSection(Section):
 
     @property
     def slowdowns(self) -> list[float]:
-        """Decode time of each engine, relative to the mean."""
+        """Factor on the decode times of each engine; the mean is 1."""
         return (1 + self.speed_spread * np.linspace(-1, 1, self.count)).tolist() if self.count > 1 else [1.0]
 
 

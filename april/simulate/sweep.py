@@ -27,7 +27,8 @@ from april.simulate.variants import (
 from april.util.errors import refuse
 
 FACTORS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
-"""Swept values of N' / N and of samples in flight / (N * n); the latter also below 1."""
+"""Swept values of N' / N and of samples in flight / (N * n); the latter also below 1. N': groups opened in a round
+(`over_sampling_batch_size`); N: groups in a batch; n: samples in a group."""
 FEWER_IN_FLIGHT = (0.25, 0.5, 1.0)
 STALENESS = (1, 2, 3, 4, 5, 6, 8, 12)
 ENGINE_SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -84,8 +85,8 @@ def batches_ahead(scenario: Scenario) -> int:
 
 
 def dial_value(scenario: Scenario, kind: str) -> int:
-    """Value of the schedule's dial (the key that sets its concurrency) in the scenario; if unset, the value for two
-    batches."""
+    """Value of the schedule's dial (the key that sets its concurrency) in the scenario; if unset, the value that keeps
+    two batches in flight, or one if `max_staleness` is 0."""
     schedule, dial = scenario.schedule, SCHEDULES.find(kind).dial
     return getattr(schedule, dial.key) or min(2, schedule.max_staleness + 1) * dial.one_batch_value(schedule)
 
@@ -106,7 +107,8 @@ def dial_sweep(scenario: Scenario, kind: str) -> Sweep:
 
 
 def admitted(scenario: Scenario, factors: tuple[float, ...]) -> list[float]:
-    """The `factors` (N' / N) that the staleness bound admits. Raises ConfigError if there are none."""
+    """The `factors` that the staleness bound admits: groups opened in a round, as multiples of the groups in a batch
+    (N' / N). Raises ConfigError if there are none."""
     schedule = scenario.schedule
     found = [factor for factor in factors if factor <= schedule.batches_in_reach]
     if not found:
@@ -148,7 +150,8 @@ def lengths_experiment(scenario: Scenario, kind: str = "") -> tuple[str, np.ndar
 
 
 def buffers_experiment(scenario: Scenario, kind: str = "") -> tuple[str, list[tuple[float, SimulationResult]]]:
-    """Throughput and largest buffer for N' = 1.5, 2 and 3 N: (table, [(N' / N, result)]). Raises ConfigError."""
+    """Throughput and largest buffer if a round opens N' = 1.5, 2 and 3 times as many groups as a batch has (N): (table,
+    [(N' / N, result)]). Raises ConfigError."""
     groups, kind = scenario.schedule.rollout_batch_size, kind_with_dial(kind, counts_groups)
     points = [
         (factor, evaluate(f"{factor:g} N", with_dial(scenario, kind, round(factor * groups))))
@@ -250,7 +253,7 @@ def lengths_picture(drawn: np.ndarray):
 
 
 def buffers_picture(points: list[tuple[float, SimulationResult]]):
-    """Throughput over the largest buffer, one point per N'."""
+    """Throughput over the largest buffer, one point per N' / N. `points`: as `buffers_experiment` returns them."""
     figure, (axes,) = new_figure(2.7)
     x = [result.measures.buffer_peak_bytes / 2**20 for _, result in points]
     axes.plot(x, [result.consumed_per_s for _, result in points], color=GREEN, marker="o", ms=5)

@@ -70,7 +70,8 @@ class Recording:
     groups: list[TracedGroup]
     """Groups with all samples completed, in the order of their creation."""
     cut_short: int
-    """Number of groups of the same period that were discarded or lost a sample; mostly groups with long responses."""
+    """Number of groups older than the oldest unfinished one that were discarded or lost a sample; mostly groups with
+    long responses."""
 
     @property
     def censored(self) -> str:

@@ -1,4 +1,5 @@
-"""The smallest N', or number of samples in flight, close to the best throughput: for `april tune` and `auto`."""
+"""The smallest number of groups in a round (N'), or of samples in flight, close to the best throughput: for `april
+tune` and `auto`."""
 
 import tomllib
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from april.util.errors import refuse
 from april.workers.engines import ENGINES
 
 FACTORS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
-"""Tried values of N' / N, or of samples in flight / (N * n); the latter also below 1 and with all slots."""
+"""Tried values of N' / N, or of samples in flight / (N * n); the latter also below 1 and with all slots. N': groups
+opened in a round; N: groups in a batch; n: samples in a group."""
 FEWER_IN_FLIGHT = (0.25, 0.5, 0.75, 1.0)
 WITHIN = 0.02
 """A value is as good as the best if its throughput is at most this share lower."""
@@ -79,8 +81,8 @@ def tune(scenario: Scenario, most_staleness: float | None = None) -> TuningChoic
 
 
 def candidates(scenario: Scenario, dial: Dial) -> tuple[str, list[SimulationResult]]:
-    """(key, results of its values in ascending order). If the staleness bound admits no N' above N, N is the only
-    value."""
+    """(key, results of its values in ascending order). If the key is the number of groups in a round, and the staleness
+    bound admits none above the groups in a batch, the latter is the only value."""
     schedule = scenario.schedule
     unit = dial.one_batch_value(schedule)
     most = schedule.batches_in_reach * unit
@@ -98,13 +100,13 @@ def candidates(scenario: Scenario, dial: Dial) -> tuple[str, list[SimulationResu
 # --- `auto` in a run's schedule ---------------------------------------------------------------------------------------
 
 DEFAULT_FACTOR = 2
-"""Number of batches started at a time where no response lengths are known to simulate with."""
+"""Number of batches in flight that `auto` chooses if no response lengths are known to simulate with."""
 PLAIN_COST = EngineCost(
     source="10 ms + 0.06 ms for each request", decode_base_s=0.01, decode_running_s=6e-5, decode_kv_s=0, prefill_s=2e-5
 )
 """Cost model of an unknown engine."""
 TUNED_RESPONSES = 4096
-"""Approximate number of responses measured for each tried value, after a warm-up of S + 1 batches."""
+"""Approximate number of responses measured for each tried value, after a warm-up of `max_staleness` + 1 batches."""
 LEAST_STEPS = 4
 TRACE_FILE = "lengths.jsonl"
 """File in the run folder with the response lengths on which the choice for `auto` was based."""
@@ -158,8 +160,8 @@ def choose(config: Config, key: str, resumed: bool, folder: Path) -> tuple[int, 
 
 
 def journal_lengths(config: Config, folder: Path) -> tuple[LengthsSection, str] | None:
-    """(lengths of the run's journal as a trace, description); None if it holds fewer groups than can wait for a
-    straggler."""
+    """(lengths of the run's journal as a trace, description); None if it holds fewer complete groups than the staleness
+    bound lets be open at once, since long responses would be missing."""
     try:
         recording = record_trace(config.run_dir)
     except ConfigError:

@@ -86,8 +86,9 @@ def evaluate(name: str, scenario: Scenario) -> SimulationResult:
 def variants(scenario: Scenario, kind: str = "") -> tuple[dict[str, Scenario], dict[str, ConfigError]]:
     """(admitted variants by name, errors of the refused ones by name) of the schedules' own `variants`.
 
-    `scenario` gives N, n, N' (2 N if unset), S, the samples in flight and everything outside the schedule. `kind`: the
-    only schedule compared; empty: all shipped ones and the scenario's own.
+    `scenario` gives the groups in a batch (N), samples in a group, groups opened in a round (2 N if unset), staleness
+    bound, samples in flight, and everything outside the schedule. `kind`: the only schedule compared; empty: all
+    shipped ones and the scenario's own.
     """
     kinds = [kind] if kind else list(dict.fromkeys([*SCHEDULES.shipped, scenario.schedule.kind]))
     admitted, refused = {}, {}
@@ -110,7 +111,8 @@ def with_dial(scenario: Scenario, kind: str, value: int) -> Scenario:
 
 
 def with_schedule(scenario: Scenario, kind: str, **keys) -> Scenario:
-    """The scenario under another schedule that keeps N, n and S; `section__key` sets a key of another section."""
+    """The scenario under another schedule that keeps the groups in a batch, the samples in a group and the staleness
+    bound. `keys`: keys of the schedule; `section__key` sets a key of another section."""
     fresh = {"over_sampling_batch_size": None, "in_flight": None, "overlap": False, "partial_rollout": True}
     changes = fresh | {"kind": kind} | keys
     return scenario.with_keys(**{key if "__" in key else f"schedule__{key}": value for key, value in changes.items()})

@@ -20,7 +20,7 @@ def refuse(key: str, value: Any, why: str, fix: str, cause: BaseException | None
 
     `key` is a key of the configuration, or an option of the command line with its dashes. Secrets in `value` are
     masked; a `value` of None is left out. `why` is the rest of a sentence, whose subject is the key; `fix` is an
-    imperative.
+    imperative. `cause`: the exception from which the ConfigError is raised.
 
         refuse("broker.renew_s", 60.0, "is not below broker.lease_s = 60.0", "lower it")
     """

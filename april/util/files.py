@@ -134,7 +134,7 @@ def sync(path: Path) -> None:
 
 
 def write_pieces(path: Path, pieces: Callable[[], Iterable[Buffer]]) -> None:
-    """Write a file piece by piece, and sync it."""
+    """Write the pieces that `pieces()` yields to a file, one by one, and sync it."""
     with path.open("wb") as file:
         file.writelines(pieces())
         file.flush()
@@ -250,8 +250,8 @@ def delete_files(folder: int, deadline_s: float) -> list[str]:
 
 
 def make_accessible(name: str, parent: int | None = None) -> None:
-    """Give a folder's owner all access rights again, which the program that made the folder may have removed. Does not
-    follow symbolic links."""
+    """Give the owner of the folder `name` all access rights again, which the program that made the folder may have
+    removed. `parent`: descriptor of the folder in which it is, if `name` is no path. Does not follow symbolic links."""
     descriptor = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
         os.chmod(f"/proc/self/fd/{descriptor}", stat.S_IRWXU)

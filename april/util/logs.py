@@ -107,7 +107,8 @@ class Failures:
     def note(self, cause: str, error: str, what: str, **ids: object) -> None:
         """Count a failure, and log it if it is the 1st, 2nd, 4th, 8th, ... of its kind.
 
-        `what`: the subject of the log line; `ids`: fields of the log record.
+        `cause`: name under which it is counted; `error`: text of the error; `what`: the subject of the log line; `ids`:
+        fields of the log record.
         """
         self.by_cause[cause] += 1
         self.last[cause] = error

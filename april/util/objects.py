@@ -71,7 +71,8 @@ class ObjectStore:
     """The files below a URL. Calls block, and may come from several threads."""
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S, delays_s: Collection[float] = DELAYS_S):
-        """`timeout_s`: longest time without progress. The store is not contacted before the first call."""
+        """`timeout_s`: longest time of one try without progress; `delays_s`: delays before each retry. The store is not
+        contacted before the first call."""
         self.url, self.timeout_s, self.delays_s = url.rstrip("/"), timeout_s, tuple(delays_s)
         self.retries = 0
         """Number of retries of this store's calls so far."""
@@ -278,13 +279,15 @@ def has_folders(files: Any) -> bool:
 
 
 def make_folder(files: Any, full_name: str) -> None:
-    """Create the parent folder if the protocol has folders. A missing bucket is an error, and is not created."""
+    """Create the parent folder of the file `full_name` if the file system `files` has folders. A missing bucket is an
+    error, and is not created."""
     if has_folders(files):
         files.makedirs(full_name.rpartition("/")[0], exist_ok=True)
 
 
 def settle(files: Any, full_name: str) -> None:
-    """Sync a file that was written to the local disk; object stores are durable on return."""
+    """Sync the written file `full_name` if the file system `files` is the local disk; in an object store it is durable
+    once written."""
     if LOCAL & protocols(files):
         sync(Path(full_name))
         sync(Path(full_name).parent)

@@ -100,7 +100,7 @@ def write_frame(outgoing: BinaryIO, data: bytes) -> None:
 
 
 START_LIMIT_S = 60.0
-"""Longest start of a process (s); one that is not ready by then is replaced."""
+"""Limit of a process's start (s), until it says READY; the pool replaces a process that exceeds it."""
 POLL_S = 0.01
 """Interval (s) at which the pool looks whether a process that has closed its channel has ended."""
 LOOK_S = 0.5
@@ -145,7 +145,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         raise NotImplementedError
 
     def charge(self, item: ItemT, failure: str) -> AnswerT:
-        """The error answer for an item whose process failed."""
+        """The error answer for `item`, whose process failed; `failure`: the failure in words."""
         raise NotImplementedError
 
     def retry(self, item: ItemT, failure: Failure) -> ItemT | None:
@@ -191,7 +191,8 @@ class ProcessPool(Generic[ItemT, AnswerT]):
                 self._error = error
 
     def _hand_out(self) -> bool:
-        """Hand out all due work, then wait for more; returns False once the pool is closed."""
+        """Do all that a `_step` can do now, then wait for new items, answers, or the next deadline of a process;
+        returns False once the pool is closed."""
         waits = select.poll()
         with self._lock:
             if self._closed:
@@ -229,7 +230,8 @@ class ProcessPool(Generic[ItemT, AnswerT]):
             self.processes[index].send(batch)
 
     def _replace(self, index: int, failure: Failure | None) -> None:
-        """Replace a process. A failure is charged to its first item; its other items return to the queue."""
+        """Replace the process number `index`. A `failure` is charged to its first item; its other items return to the
+        queue."""
         ended = self.processes[index]
         ended.kill()
         waiting: list[ItemT] = list(ended.in_flight)
@@ -358,7 +360,7 @@ class PoolProcess:
 
 
 def describe_exit(returncode: int) -> str:
-    """Description of how a process ended, for an error sentence."""
+    """How a process ended, for an error sentence. `returncode`: as `subprocess` has it, -N after signal N."""
     if returncode == -signal.SIGALRM:
         return "its time limit was exceeded"
     return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"

@@ -21,11 +21,11 @@ from april.util.lifetime import PartThread
 log = logging.getLogger(__name__)
 
 USUAL_VISITS = 31
-"""Latest visits to a position that are kept; the median of their durations is the usual one."""
+"""Number of latest visits to a position whose durations are kept; their median is the position's usual duration."""
 LATE = 10
-"""A visit to a position counts as suspicious at this many times its usual duration."""
+"""A loop counts as hanging only after this many times its position's usual duration, and after `LoopWatch.hung_s`."""
 LEAST_S = 1e-3
-"""Lower bound of the usual duration, in seconds."""
+"""Lower bound of a position's usual duration, in seconds."""
 LOOK_S = 1.0
 """Seconds between the watchdog's checks. It measures time by counting its checks, as a suspended process does not
 hang."""
@@ -65,7 +65,7 @@ class Pulse:
         self._visits: dict[str, deque[float]] = {}
 
     def at(self, name: str, takes_long: bool = False) -> None:
-        """Mark a position of the loop, the same one again or a new one."""
+        """Mark a position of the loop, the same one again or a new one. `takes_long`: as in `LoopMark`."""
         if threading.current_thread() is not threading.main_thread():
             return
         now, before = clock.now(), self.mark
@@ -84,8 +84,9 @@ class Pulse:
 
 
 class LoopWatch(PartThread):
-    """Ends the process if its loop makes no progress: at one position for `hung_s` and LATE times the usual duration,
-    or for `long_s` where no usual duration is known."""
+    """Ends the process if its loop makes no progress: at one position for `hung_s` and LATE times the median of earlier
+    visits, or for `long_s` where there is no such median (`LoopPosition.usual_s` is 0). All in seconds; `pulse`: None
+    for MAIN."""
 
     def __init__(self, hung_s: float, long_s: float, pulse: Pulse | None = None):
         super().__init__("watch", self.watch)

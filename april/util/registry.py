@@ -48,7 +48,7 @@ REGISTRIES = {
     "run.target": "april.launch:TARGETS",
     "launch.on": "april.launch.clusters:LAUNCHERS",
 }
-"""Configuration key -> import path of its registry. Registries are not imported here: the configuration asks its
+"""Configuration key -> import path of its registry. This module imports no registry, because the configuration asks the
 registries, and all packages import the configuration."""
 
 

@@ -7,7 +7,7 @@ import resource
 
 
 def limit_memory(memory_mb: int) -> None:
-    """Limit the address space of this process, which runs user code, and disable core files."""
+    """Limit the address space of this process, which runs user code, to `memory_mb` MiB, and disable core files."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

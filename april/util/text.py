@@ -107,7 +107,8 @@ ANY_NUMBER = re.compile(rf"([-−]?)({DIGITS})")
 
 
 def final_number(text: str) -> str | None:
-    """The number after the last `####` that a number follows, written like `-1080.5`; None if there is none."""
+    """The number in `text` after the last `####` that a number follows, written like `-1080.5`; None without such a
+    number."""
     numbers = map(leading_number, reversed(text.split(ANSWER_MARK)[1:]))
     return next(filter(None, numbers), None)
 

@@ -117,7 +117,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 def is_free(descriptor: int) -> bool:
-    """Whether nobody holds the exclusive lock."""
+    """Whether no process holds the exclusive lock of the open lock file `descriptor`."""
     free = try_lock(descriptor, fcntl.LOCK_SH)
     if free:
         fcntl.flock(descriptor, fcntl.LOCK_UN)

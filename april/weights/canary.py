@@ -28,12 +28,13 @@ SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 """Increment of the SplitMix64 generator (Steele, Lea, Flood 2014)."""
 WORD_MASK = (1 << 64) - 1
 AT_ONCE = 2.0
-"""Multiple of the expected rounding beyond which a difference between learner and engine shows wrong weights at
-once."""
+"""Ratio of the mean difference between learner and engine to `Canary.rounding` above which a single comparison shows
+wrong weights."""
 SUSPECT = 1.2
-"""Multiple of the expected rounding beyond which a difference is evidence of wrong weights."""
+"""Ratio of the mean difference to `Canary.rounding` above which a comparison adds to the evidence of wrong weights; a
+lower one reduces it."""
 EVIDENCE_LIMIT = math.log(AT_ONCE / SUSPECT)
-"""Evidence above which the engine's weights count as wrong."""
+"""Result of `added_evidence` above which the engine's weights count as wrong."""
 
 
 class Canary(msgspec.Struct, array_like=True, frozen=True):
@@ -85,8 +86,9 @@ def splitmix(x: int) -> int:
 
 
 def added_evidence(evidence: float, excess: float) -> float:
-    """The evidence of wrong weights after one more comparison, in which the mean difference between learner and engine
-    was `excess` times the expected rounding.
+    """The evidence of wrong weights, at least 0, after one more comparison of learner and engine. `evidence`: result of
+    the call for the comparison before, at first 0. `excess`: mean difference of the log-probabilities, divided by the
+    difference that rounding makes.
 
     It is Page's CUSUM (Biometrika 41, 1954) of ln(excess / SUSPECT): wrong weights are shown above `EVIDENCE_LIMIT`, at
     once by an excess of 2, by 1.28 with the eighth comparison. If ln(excess / SUSPECT) is distributed normally with

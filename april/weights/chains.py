@@ -78,8 +78,9 @@ class Chains:
         self.size, self._send, self._count = size, send, 0
 
     def extend(self, channels: Iterable[WeightChannel], invite_for: Callable[[WeightChannel], ChannelInvite]) -> None:
-        """Have two workers connect where two chains can be joined. `invite_for`: an invitation to a channel's groups,
-        of which the name is replaced."""
+        """Join chains of the open `channels`, at most `size` workers together: the last worker of one chain and the
+        first of another are told to connect. `invite_for(channel)`: the channel's invitation, sent to both with another
+        name."""
         heads = [each for each in channels if each.upstream is None and can_chain(each)]
         if self.size == 1 or len(heads) < 2:
             return
@@ -130,7 +131,8 @@ class Chains:
         return 1 + len(members)
 
     def awaits_claim(self, channel: WeightChannel, snapshot: Snapshot, since: float) -> bool:
-        """Whether a channel still waits for the head of its chain to send a version, which was published at `since`."""
+        """Whether a channel still waits for the head of its chain to claim a version. `since`: time from which the
+        channel has waited (`clock.now()`, seconds); it waits for at most `CLAIM_S`."""
         if not channel.is_linked or clock.now() - since > CLAIM_S:
             return False
         *_, head = upstreams(channel)
@@ -150,8 +152,8 @@ class Chains:
 
 
 def forwarded_bytes(parts: Iterable[WeightPart], bucket_bytes: int, workers: int) -> int:
-    """Bytes of the buckets in which a version is forwarded along a chain of `workers` workers; `bucket_bytes` if there
-    is only one.
+    """Bytes of the buckets in which a version is forwarded along a chain of `workers` workers; `bucket_bytes` if
+    `workers` is 1.
 
     A worker forwards whole buckets, so the last worker is as many buckets behind as there are workers before it. The
     buckets are so small that this is a small share of the largest part."""
@@ -166,7 +168,7 @@ def can_chain(channel: WeightChannel) -> bool:
 
 
 def chain_from(channel: WeightChannel) -> Iterator[WeightChannel]:
-    """A channel and those behind it in its chain."""
+    """A channel, then the channels behind it in its chain, in order."""
     each: WeightChannel | None = channel
     while each:
         yield each
@@ -174,7 +176,7 @@ def chain_from(channel: WeightChannel) -> Iterator[WeightChannel]:
 
 
 def upstreams(channel: WeightChannel) -> Iterator[WeightChannel]:
-    """A channel and those before it in its chain."""
+    """A channel, then the channels before it in its chain, the nearest first."""
     each: WeightChannel | None = channel
     while each:
         yield each
@@ -219,8 +221,9 @@ class ChainLinks:
 
     @contextlib.contextmanager
     def forwarding(self, sender: int, deadline: float) -> "Iterator[Received | None]":
-        """A function that forwards what has arrived of a rank's part, in order; None if there is no next worker. The
-        next worker notices a failure by itself; this one does not wait for it."""
+        """Context manager: a function that forwards each bucket of the part of the learner's rank `sender`, in order,
+        by `deadline` (Unix time, seconds); None if there is no next worker. The next worker notices a failure by
+        itself; this one does not wait for it."""
         arrived: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         meeting = self._downstream[sender] if sender < len(self._downstream) else None
         if meeting:

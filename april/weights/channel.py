@@ -113,7 +113,7 @@ class ChannelAlive(Message):
 
 
 CLOSED = -1
-"""Stands for a closed file descriptor."""
+"""Value of a variable for a file descriptor once the descriptor is closed."""
 
 
 class TensorHead(msgspec.Struct, array_like=True, frozen=True):
@@ -185,8 +185,8 @@ class ChannelManifest(Message):
 
 
 class ChannelPosted(Message):
-    """The worker is ready to receive the weights that the manifest has announced. Where an inference server has joined,
-    they are the next part of them: it receives one part after the other, and says so before each."""
+    """The worker is ready to receive the weights that the manifest has announced. An inference server receives the
+    parts of a version one after the other, and this message is sent before each part."""
 
     channel: str
     version: Version
@@ -207,7 +207,7 @@ class ChannelFailed(Message):
     channel: str
     error: str
     wrong: bool = False
-    """Whether the engine was found not to hold the weights that it was sent."""
+    """Whether the reason is that the engine holds other weights than it was sent, as the canary or checksums show."""
 
 
 AnyChannelMessage = (
@@ -250,7 +250,7 @@ class WeightChannel:
     state: str = "joining"
     acknowledged: Version | None = None
     puts_off: bool = False
-    """Whether the worker puts off loading what it was sent."""
+    """Whether the worker puts off loading the weights that it was sent (the last `ChannelAlive` says so)."""
     posted: Version | None = None
     """Version that the worker is ready to receive; None before the first."""
     server_ranks: int = 0
@@ -264,7 +264,7 @@ class WeightChannel:
     base: str = ""
     """Checksum of the worker's base model."""
     digest: str = ""
-    """Checksum of the acknowledged version, if the worker keeps it."""
+    """Checksum of the version that the worker has loaded last, if it keeps that as the base of deltas; otherwise ""."""
     was_delta: bool = False
     """Whether the last transfer was a delta."""
     sent_bytes: int = 0
@@ -351,7 +351,8 @@ IN_FLIGHT = 2
 def join(
     name: str, store: "dist.TCPStore", rank: int, backend: str, timeout_s: float, server_ranks: int = 0
 ) -> "dist.Backend":
-    """Build the process group of channel `name`. Raises RuntimeError or OSError if the other side does not join.
+    """Build the process group of channel `name`. `rank`: `LEARNER` or `WORKER`. `backend`: gloo | nccl. Raises
+    RuntimeError or OSError if the other side does not join.
 
     gloo listens only at this machine's address on the route to the store. `server_ranks`: if above 0, the other side is
     a server with that many ranks, which prefixes its keys as torch's own groups do. gloo may block for five times
@@ -384,7 +385,7 @@ def transfer(
     received: "Callable[[Tensor], object] | None" = None,
 ) -> None:
     """Broadcast uint8 buckets from the learner to the worker, which receives them in place, by `deadline` (Unix time,
-    s). `received` is called with each bucket that is through. Raises RuntimeError or TimeoutError.
+    s). `received` is called with each bucket whose broadcast is done. Raises RuntimeError or TimeoutError.
 
     `stream`: CUDA stream of this channel alone, on the accelerator whose memory the buckets pass through, so that
     transfers wait neither for training or generation there nor for another channel. None: buckets stay on the CPU.

@@ -101,7 +101,8 @@ class DeviceLink(SharedMemoryLink):
     done; the copies wait for nothing that trains or generates."""
 
     def __init__(self, peer: socket.socket, ring: "Tensor", give_back: Callable[["Tensor"], object] = id):
-        """`give_back`: takes the ring once the link is closed."""
+        """`peer`: socket to the other side. `ring`: the shared slots, uint8 [slots, bytes]. `give_back` is called with
+        the ring once the link is closed."""
         import torch
 
         super().__init__(peer, ring)

@@ -58,7 +58,8 @@ class DeltaTensor(msgspec.Struct, array_like=True, frozen=True):
 
     head: TensorHead
     checksum: str
-    """XXH3, 128 bits, of the tensor's bytes once the delta is applied; "" where the part has one."""
+    """XXH3, 128 bits, of the tensor's bytes once the delta is applied; "" if the checksum of the whole part is sent
+    instead."""
     blocks: list[tuple[str, int]]
     """Form of each block, and the size of its payload in bytes."""
 
@@ -92,9 +93,10 @@ def apply_delta(
     part: WeightPart | None = None,
     in_place: Tensor | None = None,
 ) -> tuple[list[TensorHead], Tensor]:
-    """The tensors that a file of deltas, uint8 [bytes], makes of `base`, packed; `base` stays as it is unless
-    `in_place` is given, the buffer in which those of `part` lie. Raises SnapshotError if the resulting tensors differ
-    from the learner's, or from the description `part`, which is trusted."""
+    """Apply the file of deltas `data`, uint8 [bytes], to the tensors `base`; returns (names, dtypes and shapes of the
+    new tensors, their packed bytes). `in_place`: the buffer in which `base` lies, to be overwritten; None: a new one of
+    `buffers`. `part`: the trusted description of the result; None: the checksums in the file are used. Raises
+    SnapshotError if the result does not match."""
     content = memoryview(data.numpy())
     try:
         (length,) = LENGTH.unpack(content[: LENGTH.size])

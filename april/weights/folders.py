@@ -121,7 +121,8 @@ class SnapshotFolders:
     # --- writing --------------------------------------------------------------------------------------------
 
     def write_part(self, part: Snapshot, rank: int, base: Snapshot | None = None) -> list[WrittenFile]:
-        """Write the tensors that one rank holds, or what has changed in them since `base`."""
+        """Write the tensors `part` that one rank holds; with `base`, the rank's part of the snapshot before, only what
+        has changed since. Returns the files."""
 
         def write(name: str, pieces: Pieces) -> None:
             self.objects.write_pieces(f"{name_of(part.version)}/{name}", pieces)
@@ -184,8 +185,9 @@ class SnapshotFolders:
     def read(
         self, folder: WeightFolder, buffers: ReusedBuffers, timeout_s: float, held: ReadSnapshot | None = None
     ) -> ReadSnapshot:
-        """Read and check a snapshot; a delta is applied to `held`. Raises SnapshotError for a file that is not what was
-        written, or for another base, StoreError for one that cannot be read within `timeout_s`."""
+        """Read and check a snapshot into `buffers`. `held`: a snapshot read before, to which a delta is applied. Raises
+        SnapshotError for a file that is not what was written, or for another base, StoreError for one that cannot be
+        read within `timeout_s`."""
         deadline, sums = clock.now() + timeout_s, self._checksums(folder)
         chain = self._chain(folder, sums)
         if chain and (held is None or held.folder != chain[-1]):
@@ -275,8 +277,8 @@ Pieces = Callable[[], Iterator[bytes | memoryview]]
 def write_tensors(
     part: Snapshot, rank: int, write: Callable[[str, Pieces], None], base: Snapshot | None = None
 ) -> list[WrittenFile]:
-    """Write the files of the tensors that one rank holds, or of what has changed in them since `base`. `write(name,
-    pieces)` writes one file."""
+    """Write the files of the tensors `part` that one rank holds; with `base`, the rank's part of the snapshot before,
+    only what has changed since. `write(name, pieces)` writes one file."""
     offsets = dict(zip((head.name for head in part.heads), layout(part.heads)[0], strict=True))
     new, old = (unpack(each.heads, each.data) if base and each else {} for each in (part, base))
     written = []
@@ -322,7 +324,8 @@ def divided(heads: Sequence[TensorHead]) -> list[list[TensorHead]]:
 
 
 def file_pieces(heads: Sequence[TensorHead], offsets: Mapping[str, int], data: Tensor) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, without a copy of the tensors. `offsets`: of each tensor in `data`, bytes."""
+    """The bytes of a safetensors file, without a copy of the tensors. `offsets`: position of each tensor's first byte
+    in `data`, by name."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for head in heads:

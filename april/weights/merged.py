@@ -27,9 +27,10 @@ class MergedSnapshots:
     def form_for(
         self, channel: WeightChannel, snapshot: Snapshot, others: PartCommands | None, sends: bool = True
     ) -> Snapshot:
-        """The snapshot in the form that the channel's worker accepts: the adapter, or complete weights. With `others`,
-        the other sending ranks, the complete weights are merged in parts and this is rank 0's; if this version `sends`
-        over the channel, each other rank is told to hold its part for it."""
+        """The snapshot in the form that the channel's worker accepts: the adapter, or complete weights. `others`:
+        commands to the other ranks that send, each of which then merges a part of the complete weights, and rank 0's
+        part is returned; None: rank 0 merges all. `sends`: whether the learner sends this version over the channel, so
+        that each of these ranks is told to keep its part until then."""
         if snapshot.adapter is None or self.base is None or channel.base == snapshot.adapter.base:
             return snapshot
         if not channel.transfers:

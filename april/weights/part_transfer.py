@@ -87,7 +87,8 @@ class PartDelta:
         return self._encoded
 
     def release(self) -> None:
-        """Drop the base if nobody has needed the delta yet: whoever does from now on gets the part whole."""
+        """Drop the base, unless the delta is computed already or just being computed. Without it, links send the part
+        whole."""
         if self._encoding.acquire(blocking=False):  # otherwise it is being computed, and then dropped
             self._old = None
             self._encoding.release()
@@ -130,19 +131,20 @@ class DeltaBases:
             delta.release()
 
     def may_follow(self, snapshot: Snapshot) -> bool:
-        """Whether the next version may be sent as a delta to `snapshot`, so that workers should keep it."""
+        """Whether the next version may be sent as a delta to `snapshot`, so that workers should keep `snapshot`."""
         return self._last is not None and self._last.version == snapshot.version
 
 
 def may_keep(channel: WeightChannel, base: DeltaBase) -> bool:
-    """Whether the worker of a channel keeps these weights, or is just receiving them and may keep them."""
+    """Whether the worker of a channel keeps the weights `base`, or is just receiving them and may keep them."""
     is_receiving = channel.posted == base.version != channel.acknowledged
     is_held = (channel.acknowledged, channel.digest) == (base.version, base.digest)
     return not channel.server_ranks and (is_held or is_receiving)
 
 
 def delta_base_for(channel: WeightChannel, snapshot: Snapshot) -> DeltaBase | None:
-    """The weights to which a worker is sent a delta; None if it keeps others or none, or is a server."""
+    """The weights to which a worker is sent `snapshot` as a delta; None if it gets all of it: the worker does not keep
+    these weights, or an inference server receives in its stead."""
     if channel.server_ranks or not isinstance(snapshot, SnapshotWithDelta):
         return None
     base = snapshot.delta.base
@@ -157,8 +159,8 @@ def prepare_delta(part: Snapshot) -> Tensor:
 
 
 def as_sent(snapshot: Snapshot, as_delta: bool) -> list[WeightPart]:
-    """Descriptions of all parts of a version as they are sent: this rank's has the SHA-256 of its delta, if that is
-    sent, and those of other ranks that of the part, since only they have their deltas."""
+    """Descriptions of all parts of a version, this rank's first. With `as_delta` this rank's has the SHA-256 of its
+    delta; all others have the SHA-256 of the whole part, since a rank has only its own delta."""
     if as_delta and len(prepare_delta(snapshot)) and isinstance(snapshot, SnapshotWithDelta):
         return [structs.replace(snapshot.part, delta_digest=snapshot.delta.digest), *snapshot.others]
     return [snapshot.hashed_part, *snapshot.others]
@@ -167,8 +169,9 @@ def as_sent(snapshot: Snapshot, as_delta: bool) -> list[WeightPart]:
 def send_part(
     link: Link, part: Snapshot, bucket_bytes: int, deadline: float, *, to_server: bool = False, as_delta: bool = False
 ) -> int:
-    """Send a part by `deadline` (Unix time, seconds); returns the bytes of weights that were sent. Raises RuntimeError
-    or OSError."""
+    """Send a part by `deadline` (Unix time, seconds), in buckets of at most `bucket_bytes`; returns the bytes of
+    weights that were sent. `to_server`: whether an inference server receives. `as_delta`: whether to send the part's
+    delta, if it has one. Raises RuntimeError or OSError."""
     if as_delta:
         content = prepare_delta(part)
         link.send([torch.frombuffer(bytearray(LENGTH.pack(len(content))), dtype=torch.uint8)], deadline)
@@ -180,8 +183,8 @@ def send_part(
 
 
 def expected_in_server(channel: WeightChannel, snapshot: Snapshot) -> dict[str, str]:
-    """Expected checksums of the inference server's tensors, if this transfer, which is counted, is to be verified and
-    they can be predicted; otherwise empty."""
+    """Expected checksums of the inference server's tensors, by name: for every `VERIFY_EVERY`-th transfer of a channel,
+    if they can be predicted; otherwise empty. Counts the transfer."""
     due = channel.transfers % VERIFY_EVERY == 0
     channel.transfers += 1
     if not due or not channel.server_ranks or channel.backend != "gloo":
@@ -212,7 +215,8 @@ class KeptWeights:
 
     @classmethod
     def lend(cls, name: DeltaBase, parts: Sequence[Packed]) -> tuple[Self, dict[str, Tensor]]:
-        """The kept weights, and their tensors for an engine, which may use them as long as it likes."""
+        """(the kept weights, their tensors by name for an engine, which may use them for any time). `name`: version and
+        checksum of the weights. `parts`: all parts of the version."""
         views = [data.numpy() for _, data in parts]
         buffers = [(heads, data, weakref.ref(view)) for (heads, data), view in zip(parts, views, strict=True)]
         lent = [(heads, torch.from_numpy(view)) for (heads, _), view in zip(parts, views, strict=True)]
@@ -240,7 +244,7 @@ class DeltaRetry:
         self._pause = self._whole_versions = 0
 
     def failed(self, base: DeltaBase, why: object) -> None:
-        """A delta to `base` could not be received or applied."""
+        """Note that a delta to `base` could not be received or applied, for the reason `why`, which is logged."""
         self._pause = self._whole_versions = min(2 * self._pause or 1, MOST_WHOLE)
         log.warning(
             "a delta to %s has failed: %s; it and %d versions after it come whole",
@@ -250,7 +254,8 @@ class DeltaRetry:
         )
 
     def takes_next(self, was_delta: bool) -> bool:
-        """Note that a version has arrived; returns whether the next one may come as a delta to it."""
+        """Note that a version has arrived, as a delta if `was_delta`; returns whether the next version may come as a
+        delta to it."""
         if was_delta:
             self._pause = 0
         self._whole_versions, was_left = max(0, self._whole_versions - 1), self._whole_versions
@@ -258,7 +263,8 @@ class DeltaRetry:
 
 
 def receive(link: Link, expected: Iterable[Tensor], deadline: float, received: "Received | None") -> None:
-    """Receive buckets, and have each forwarded by `received` if given."""
+    """Receive the buckets `expected` in place by `deadline` (Unix time, seconds), and pass each to `received`, if
+    given."""
     if received:
         link.receive_each(expected, deadline, received)
     else:
@@ -268,8 +274,9 @@ def receive(link: Link, expected: Iterable[Tensor], deadline: float, received: "
 def receive_whole(
     link: Link, part: WeightPart, bucket_bytes: int, data: Tensor, deadline: float, forwarding: Forwarding
 ) -> Packed:
-    """Receive a whole part into `data`, and check it. `forwarding`: of each bucket, to the next worker of a chain.
-    Raises RuntimeError or OSError."""
+    """Receive a whole part into `data`, uint8 [total bytes], by `deadline` (Unix time, seconds), and check it.
+    `forwarding`: context whose function forwards each bucket to the next worker of a chain. Raises RuntimeError or
+    OSError."""
     with on_threads() as submit:
         arriving = ArrivingDigest(data, submit)
         with forwarding as forward:

@@ -147,15 +147,16 @@ class PartCommands:
 
     @property
     def are_unreachable(self) -> bool:
-        """Whether workers have come, and none of them reaches the other ranks: the run would stand still."""
+        """Whether `MAX_UNREACHED` channels have been joined over rank 0's link alone, and none over the links of all
+        ranks, so that no worker gets weights."""
         return self.unreached >= MAX_UNREACHED and not self.is_reached
 
     def tell(self, command: AnyCommand) -> None:
         self._outbox.put((command, None, lambda: None))
 
     def ask(self, command: AnyCommand, exchange: Callable[[], Answer]) -> Answer:
-        """Send a command to all ranks, then return the result of `exchange`, which receives their answers; the thread
-        calls it. Raises RuntimeError if a rank is gone, or nothing is published any more."""
+        """Send a command to all other ranks, then return the result of `exchange`, which receives their answers and is
+        called in this object's thread. Raises RuntimeError if a rank is gone, or nothing is published any more."""
         answer: Future[Answer] = Future()
         with self._closing:
             if self._is_over:
@@ -189,7 +190,8 @@ class PartCommands:
         return replace(own, canary=snapshot.canary, others=parts, server_checksums=checksums)
 
     def _merge(self, command: MergePart, given: list[Snapshot]) -> tuple[Snapshot | str, list[Description | str]]:
-        """Rank 0's merged part, and the other ranks' answers about theirs."""
+        """(rank 0's merged part, the other ranks' answers); an error's text in place of a part that could not be
+        merged. `given`: trained tensors of the part of each rank."""
         for rank, each in enumerate(given[1:], 1):
             send_bytes(each.data, rank, self.group)
         own = merged_or_why(self.merger, 0, command, given[0].heads, given[0].data)
@@ -244,8 +246,8 @@ def received_parts(part: Snapshot, group: dist.ProcessGroup) -> Snapshot:
 def merged_or_why(
     merger: PartMerger | None, rank: int, command: MergePart, heads: list[TensorHead], data: Tensor
 ) -> Snapshot | str:
-    """A rank's part of the complete weights, merged from the packed trained tensors `data`; if that fails, the error's
-    text."""
+    """A rank's part of the complete weights, merged from the packed trained tensors `data`, uint8 [bytes], which
+    `heads` describe; if that fails, the error's text."""
     assert merger
     try:
         return merger.merged(rank, command.version, command.adapter, unpack(heads, data))
@@ -277,10 +279,10 @@ class SendingLink:
     invite: ChannelInvite
     server_ranks: int
     held: Snapshot | None = None
-    """Part that is announced to the worker, and will be sent once it is ready."""
+    """Part that a `HoldPart` command has this rank keep until a `SendPart` command sends it; None without one."""
     due: queue.SimpleQueue[tuple[Snapshot, SendPart | None, float] | None] = field(default_factory=queue.SimpleQueue)
-    """Parts to send, each with the command and its deadline (Unix time, seconds); without a command the delta is only
-    computed, to be sent later. None: the channel has ended."""
+    """Parts to send, each with the command and its deadline (Unix time, seconds); with None for the command, the delta
+    of the part is only computed, to be sent by a later command. None: the channel has ended."""
 
 
 class PartSender:
@@ -301,8 +303,8 @@ class PartSender:
         self._bases = DeltaBases(config.delta)
         self._links: dict[str, SendingLink] = {}
         self._gathers = self._withdrawals = 0
-        """Number of versions that this rank has begun to gather; number of times that rank 0 has withdrawn the version
-        before."""
+        """`_gathers`: number of versions that this rank has begun to gather. `_withdrawals`: number of versions that
+        rank 0 has withdrawn (`WithdrawPart`)."""
         self._thread = PartThread("weights-part", self._run)
         self._thread.start()
 
@@ -312,8 +314,8 @@ class PartSender:
             self._newest = self._bases.followed_by(part)
 
     def await_withdrawn(self, timeout_s: float) -> None:
-        """Wait until rank 0 has withdrawn the newest version, before the next is gathered; its memory is then free
-        unless a worker still gets it. Raises RuntimeError after `timeout_s`."""
+        """Wait until rank 0 has withdrawn the newest version, before the next is gathered. The version's memory is then
+        free, unless a transfer of it to a worker still runs. Raises RuntimeError after `timeout_s`."""
         with self._changed:
             self._gathers += 1
             if not self._changed.wait_for(lambda: self._withdrawals >= self._gathers, timeout_s):

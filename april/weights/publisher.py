@@ -67,9 +67,9 @@ class WeightPublisher:
     """Publishes weights from learner rank 0; workers ask for channels at `address`."""
 
     def __init__(self, config: WeightsSection, run: str, device: str, keys: Path | None = None, broker: str = ""):
-        """`device`: cpu | cuda. `keys`: folder with the learner's key and the allow-list. `broker`: address of the
-        broker; if it is a Unix socket, the publisher listens at one in the same folder, otherwise on TCP. Raises
-        ConfigError."""
+        """`run`: identifier of the run. `device`: cpu | cuda. `keys`: folder with the learner's key and the allow-list.
+        `broker`: address of the broker; if it is a Unix socket, the publisher listens at one in the same folder,
+        otherwise on TCP. Raises ConfigError."""
         self.config = config if config.host != AUTO else config.model_copy(update={"host": LOOPBACK})
         self.bucket_bytes = config.bucket_mb << 20
         self._transport: Transport = TRANSPORTS.find(config.transport)(config)
@@ -105,8 +105,8 @@ class WeightPublisher:
         thread.start()
 
     def share(self, ranks: PartCommands, senders: int) -> None:
-        """Publish versions in parts from now on, of which `ranks` hold all but the first; `senders`: number of parts.
-        Workers that came before ask for a new channel."""
+        """From now on each version is published in `senders` parts, one per rank of the learner; `ranks`: commands to
+        all ranks but rank 0. Channels that exist are closed as lost, so that their workers ask for new ones."""
         with self._changed:
             self._ranks, self._senders = ranks, senders
             for channel in list(self._channels.values()):
@@ -114,7 +114,7 @@ class WeightPublisher:
             self._lost = 0
 
     def drain(self) -> None:
-        """Wait until the workers have the last version, put it off or are lost, and at most for
+        """Wait until each worker has loaded the last version, puts that off or is lost, and at most for
         `weights.transfer_deadline_s`."""
         with self._changed:
             if self._snapshot:
@@ -126,7 +126,8 @@ class WeightPublisher:
         return self._snapshot
 
     def send_alone(self, newest: Snapshot | None) -> None:
-        """Send all of each version from here, beginning with `newest`. Workers ask for a new channel."""
+        """From now on rank 0 sends all of each version, beginning with `newest`. Channels that exist are closed as
+        lost, so that their workers ask for new ones."""
         with self._changed:
             self._senders = 1
             for channel in list(self._channels.values()):
@@ -216,8 +217,8 @@ class WeightPublisher:
     def _wait_for(
         self, pending: Callable[[Version], list[WeightChannel]], snapshot: Snapshot, deadline: float
     ) -> list[WeightChannel]:
-        """Offer a snapshot to all channels, and wait until none is `pending` or the deadline has passed; returns those
-        that still are. Called with `_changed` held."""
+        """Offer a snapshot to all channels, and wait until `pending(version)` returns no channels or the `deadline` has
+        passed (Unix time, seconds); returns its last result. Called with `_changed` held."""
         self._snapshot = snapshot
         self._changed.notify_all()
         while (still := pending(snapshot.version)) and clock.now() < deadline:
@@ -385,9 +386,9 @@ class WeightPublisher:
         self._set_state(channel, "ready")
 
     def _next_snapshot(self, channel: WeightChannel) -> tuple[Snapshot, int] | Claim | None:
-        """Wait for a snapshot that the channel's worker does not have, and begin to send it: from the learner, with the
-        number of workers that get it along the chain, or as the head of its chain has claimed. None once the channel or
-        the publisher has ended."""
+        """Wait for a snapshot that the channel's worker does not have, and begin to send it. Returns (snapshot, number
+        of workers that get it along the chain) if the learner sends it, a `Claim` if the worker before this one
+        forwards it, and None once the channel or the publisher has ended."""
         since = clock.now()
         with self._changed:
             while not self._closed and channel.state != "lost":

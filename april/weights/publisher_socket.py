@@ -43,8 +43,9 @@ class PublisherSocket:
         received: Callable[[bytes, wire.Message, KeyOwner], None],
         tick: Callable[[], None],
     ):
-        """`keys`, `broker`: as in `WeightPublisher`. `received(route, message, peer)` is called for each message that a
-        worker may send, `tick` after all that have arrived and every half second. Raises ConfigError."""
+        """`host`: `weights.host`. `keys`, `broker`: as in `WeightPublisher`. `received(route, message, peer)` is called
+        for each message that a worker may send. `tick` is called once all messages that have arrived are handled, and
+        every half second. Raises ConfigError."""
         own = load_keys(keys, "learner")
         allow_list = AllowList(keys / ALLOW_LIST) if keys else None
         self._received, self._tick = received, tick

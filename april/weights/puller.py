@@ -41,7 +41,7 @@ class SnapshotPuller(WeightSource):
         self._taken: Version | None = None
         """Version that was read last, unless the engine has lost or refused it."""
         self._held: ReadSnapshot | None = None
-        """The snapshot that was read last, if there are deltas: the base of the next."""
+        """The snapshot that was read last, kept as the base of the next delta; None if the run writes no deltas."""
         self._read_again: WeightFolder | None = None
         """The snapshot for which the chain was read again, since its delta did not fit the base that was held."""
         self._loading: Version | None = None
@@ -101,8 +101,8 @@ class SnapshotPuller(WeightSource):
         return self._offered[: versions.index(self._taken)] if self._taken in versions else self._offered
 
     def _pull(self, wanted: list[WeightFolder]) -> None:
-        """Stage the first of these snapshots that can be used, or the last one of its chain before a delta that cannot
-        be. What cannot is tried again after a while."""
+        """Stage the first of these snapshots that can be used. If a delta on its chain cannot be used, stage the last
+        snapshot before that delta. A snapshot that cannot be used is tried again after `RETRY_S`."""
         for folder in wanted:
             started_at, before, failed = clock.now(), self._taken, False
             found, self._held = self._held, None  # two are in memory at most: the last one read, and the next

@@ -70,12 +70,12 @@ class InferenceServer(Protocol):
     and waits for `join`, which runs in another thread."""
 
     ranks: int
-    """Number of ranks that would join the channel now; they follow the learner's rank."""
+    """Number of ranks of all servers that are up, and so would join the channel now as its ranks 1 and following."""
     device: str
     """Device of the servers' tensors: cpu | cuda."""
 
     def join(self, invite: ChannelInvite) -> None:
-        """Join the process groups of a channel, whose timeout is for all of them. Raises RuntimeError."""
+        """Join the process groups of a channel, all within `invite.timeout_s`. Raises RuntimeError."""
 
     def leave(self, invite: ChannelInvite) -> None:
         """Leave the process groups of a channel, if that is possible."""
@@ -100,9 +100,10 @@ class WeightReceiver(WeightSource):
         base: BaseWeights | None = None,
         adapts: Callable[[], bool] = lambda: False,
     ):
-        """`up`: whether the engine is up, or which of several servers are; while none is there is no channel, so that
-        no learner waits for the worker. `base`: the worker's base model, if the learner may send adapters of it.
-        `adapts`: whether the engine accepts an adapter unmerged; otherwise the receiver merges it."""
+        """`uid`, `name`: of the worker. `device`: cpu | cuda. `up`: whether the engine is up or, with several servers,
+        which of them are. While none is up, the worker has no channel, so that no learner waits for it. `base`: the
+        worker's base model, if the learner may send adapters of it. `adapts`: whether the engine accepts an adapter
+        unmerged; otherwise the receiver merges it."""
         super().__init__()
         self.server, self.up, self.base, self.adapts = server, up, base, adapts
         self.config = config
@@ -238,10 +239,10 @@ class LearnerConnection:
         """The channel's links, one to each rank of the learner that sends; none if a server has joined instead."""
         self.chain = ChainLinks(receiver.transport)
         self._put_back: list[list[bytes]] = []
-        """Messages that have come while a version was received, and are due after it."""
+        """Messages that arrived while a version was being received, to be handled after it."""
         self._ask_again_at = 0.0
         self._up: object = None
-        """What `receiver.up` said when a channel was asked for last."""
+        """Result of `receiver.up` at the last request for a channel."""
         self._retry = DeltaRetry()
 
     def run(self) -> None:
@@ -263,8 +264,8 @@ class LearnerConnection:
                 self._receive(self._put_back.pop(0) if self._put_back else self.socket.recv_multipart())
 
     def tell_ready(self, manifest: ChannelManifest, externally_loaded: "Future[None] | None") -> None:
-        """Tell the learner that the engine is ready for the weights of `manifest`. If the trainer loads them, wait
-        until it has, or the learner is gone; the future then has the result."""
+        """Tell the learner that the engine is ready for the weights of `manifest`. `externally_loaded`: given if the
+        trainer loads the weights; then wait until it has loaded them or the learner is gone, and set the future."""
         self._send(ChannelPosted(manifest.channel, manifest.version))
         if externally_loaded:
             self._await_external_load(externally_loaded)
@@ -274,7 +275,8 @@ class LearnerConnection:
         self._send(ChannelLoaded(self.invite.channel if self.invite else "", version, self._digest_kept(version)))
 
     def tell_refused(self, why: str, wrong: bool) -> None:
-        """End the channel because the engine refuses the weights, and ask for another one after a while."""
+        """End the channel because the engine refuses the weights, for the reason `why`, and ask for another one after a
+        while. `wrong`: the engine holds other weights than it was sent."""
         self._fail(why, wrong)
         self.receiver.kept = None
         self._ask_again_at = clock.now() + INVITATION_S

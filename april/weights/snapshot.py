@@ -98,7 +98,7 @@ class Once:
 
 
 def snapshot_of(version: Version, heads: list[TensorHead], data: Tensor, *more: Any) -> Snapshot:
-    """The snapshot of a packed buffer. `more`: further fields of it."""
+    """The snapshot of the packed buffer `data`. `more`: values of the further fields of `Snapshot`, in order."""
     return Snapshot(version, heads, data, checksum(data), Once(partial(digest, data)), *more)
 
 
@@ -155,18 +155,18 @@ def empty_buffer(size: int, device: str = "cpu") -> Tensor:
 
 
 SPARE_BYTES = 2**20
-"""Most bytes by which a buffer may exceed the data read into it: files of whole tensors have headers, deltas have
-none."""
+"""Most bytes by which a reused buffer may exceed the size that is asked for, so that data with and without a file's
+header can use the same one."""
 
 
 class ReusedBuffers:
     """Buffers for snapshots, of which each is used again once no tensor lies in it any more. Those that fit nothing any
     more are freed.
 
-    They are page-locked, from where an accelerator's copies take a fraction of the time. That is done once for each,
-    and only in a process that uses an accelerator; elsewhere every buffer is a new one, unless they are to `stay`: then
-    they are used again, and not page-locked. Several threads may take buffers. On an accelerator, `device`, each is a
-    new one: torch's allocator uses their memory again.
+    In a process that uses an accelerator, each is page-locked once, so that copies to the accelerator are faster. In
+    other processes every buffer is a new one. With `stay`, buffers are reused in every process and never page-locked.
+    If `device` is an accelerator, every buffer is a new one, since torch's allocator reuses their memory. Several
+    threads may take buffers.
     """
 
     def __init__(self, device: str = "cpu", stay: bool = False) -> None:
@@ -234,12 +234,13 @@ def byte_size(head: TensorHead) -> int:
 
 
 def verify(data: Tensor, expected: str) -> None:
-    """Raises SnapshotError if the digest of a received buffer is not the one of its manifest."""
+    """Raises SnapshotError if the `digest` of the received buffer is not `expected`, the digest in the manifest."""
     check(digest(data), expected)
 
 
 def check(found: str, expected: str) -> None:
-    """Raises SnapshotError if the digest of what was received is not the one of the manifest."""
+    """Raises SnapshotError if `found`, the digest of the received bytes, is not `expected`, the digest in the
+    manifest."""
     if found != expected:
         raise SnapshotError("the weights that arrived differ from those that were sent")
 
@@ -334,8 +335,8 @@ def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:
 
 
 def outgoing(snapshot: Snapshot, bucket_bytes: int, to_server: bool) -> Iterable[Tensor]:
-    """Data of a snapshot to send, uint8 tensors in order: buckets for a worker, whole tensors for an inference
-    server."""
+    """Data of a snapshot to send, uint8 tensors in order: buckets for a worker; with `to_server` whole tensors, several
+    concatenated up to `bucket_bytes`, for an inference server."""
     if not to_server:
         return buckets(snapshot.data, bucket_bytes)
     return (joined(snapshot, heads) for heads in server_buckets(snapshot.heads, bucket_bytes))
@@ -372,15 +373,17 @@ FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-"""Module -> fused module of SGLang; the tensors of the parts are concatenated in this order."""
+"""Name of a layer's module -> name of the module of SGLang that fuses it with others; their tensors are concatenated in
+this order."""
 PADDED_ROWS = {"gate_proj": 32, "up_proj": 32, "embed_tokens": 64, "lm_head": 64}
-"""Module -> number to a multiple of which SGLang pads the tensor's rows."""
+"""Name of a module -> number to a multiple of which SGLang pads the rows of its weight."""
 PADDED_COLUMNS = {"down_proj": 32}
-"""Module -> number to a multiple of which SGLang pads the tensor's columns."""
+"""Name of a module -> number to a multiple of which SGLang pads the columns of its weight."""
 CHECKSUM_DIGITS = 16
 """Number of hexadecimal digits of a tensor's checksum."""
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-"""Model types whose tensors have these names and are fused in this way in SGLang."""
+"""Values of `model_type` for which `FUSED`, `PADDED_ROWS` and `PADDED_COLUMNS` describe how SGLang holds the
+weights."""
 
 
 def can_predict_checksums(server_info: Mapping[str, Any], model_type: str | None) -> bool:

@@ -69,7 +69,8 @@ class WeightSource:
     # --- what the broker says -------------------------------------------------------------------------------
 
     def connect(self, address: str, key: str = "") -> None:
-        """Set address and public key of the learner's publisher; a change means a new learner."""
+        """Set `address` and CURVE public `key` ("" without CURVE) of the learner's publisher; a change means a new
+        learner."""
 
     def offer(self, folders: Sequence[WeightFolder]) -> None:
         """Set the folders with weights that the learner has written, the newest first."""

@@ -203,8 +203,8 @@ class SharedMemoryTransport(Transport):
         return f"weights.transport = {self.config.transport!r}"
 
     def _admit(self, listener: socket.socket, deadline: float) -> "SharedMemoryLink":
-        """Accept the worker's connection, and share memory with it (`_lend`). Raises OtherMachine if none comes by
-        `deadline`."""
+        """Accept the connection of a worker of the same user, and share memory with it (`_lend`). Raises OtherMachine
+        if there is none by `deadline` (Unix time, seconds)."""
         while (left_s := deadline - clock.now()) > 0:
             listener.settimeout(left_s)
             try:

@@ -121,8 +121,9 @@ def encode(
     """Encode a message as frames. Arrays are flat, of int32, float32 or uint8; an array that fills a separate frame is
     not copied.
 
-    `protocol`: version in the header; another one than this April's is used only for a `Refused` to a peer of that
-    version. Header and `Refused` have the same format in all versions.
+    `session`: session id; `sequence`: number of the message or, for an answer, of the request. `protocol`: version in
+    the header; another one than this April's is used only for a `Refused` to a peer of that version. Header and
+    `Refused` have the same format in all versions.
     """
     heads: list[ArrayHead] = []
     parts: list[Buffer] = []
@@ -162,8 +163,8 @@ def join(parts: list[Buffer]) -> Buffer:
 
 
 def decode(bytes_like: Sequence[Any], limits: Limits = FROM_BROKER, bodies: BodyDecoder = BROKER_BODIES) -> Received:
-    """Decode the frames of a message, the inverse of `encode`. `bodies` decodes the expected message types. Raises
-    WireError."""
+    """Decode the frames of a message, the inverse of `encode`. `limits`: bounds that the message must keep. `bodies`
+    decodes the expected message types. Raises WireError."""
     frames = [memoryview(frame) for frame in bytes_like]
     if len(frames) > limits.frames or sum(map(len, frames)) > limits.message_bytes:
         raise WireError("too large: more frames or bytes than a message may have")

@@ -100,7 +100,8 @@ def is_reward(value: float) -> bool:
 
 
 def reward_details(given: Any) -> dict[str, float]:
-    """The details that an agent gives with its reward. Raises ValueError unless they are finite numbers by name."""
+    """The details that an agent gives with its reward (`given`), checked. Raises ValueError unless they are finite
+    numbers by name."""
     are_numbers = isinstance(given, dict) and all(
         isinstance(name, str) and name.isprintable() and len(name) <= 128
         and isinstance(value, int | float) and is_reward(value)

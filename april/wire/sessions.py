@@ -52,7 +52,8 @@ class Bind(Message):
 
 
 class Slots(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Numbers of a worker's samples by activity, without those that wait for a score or an acknowledgement."""
+    """Numbers of a worker's samples by what they wait for or do. Samples that wait for a score or an acknowledgement
+    are not counted."""
 
     generating: Number = 0
     awaiting_admission: Number = 0
@@ -60,7 +61,7 @@ class Slots(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     awaiting_weights: Number = 0
     """Number of samples that wait until new weights are loaded."""
     tool_lease_ids: list[int] = []
-    """Ids of the leases whose samples wait for their environment."""
+    """Ids of the leases whose samples wait for an observation of their environment."""
 
 
 class Heartbeat(Message):
@@ -72,7 +73,7 @@ class Heartbeat(Message):
     received_bytes: Number = 0
     """Bytes of arrays received in this session. The broker limits how many unacknowledged bytes it sends."""
     loop_position: Name = ""
-    """Activity of the peer's main loop, such as "decoding"; "" if not reported."""
+    """Stage that the peer's main loop is in, such as "decoding"; "" if not reported."""
     loop_elapsed_s: Seconds = 0.0
     """Seconds that the main loop has been at `loop_position`."""
     loop_usual_s: Seconds = 0.0
@@ -100,7 +101,7 @@ class Refused(Message):
 
 
 class Stop(Message):
-    """The run is over, or the peer was replaced: finish and leave."""
+    """The run is over, or another process has taken this peer's role and name: finish and leave."""
 
     reason: str
 

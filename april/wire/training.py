@@ -10,7 +10,8 @@ TOKEN_ARRAYS = ("i4", "f4", "i4", "i4")
 """Dtypes of a sample's arrays: token ids [T], behaviour log-probabilities [T] and, in a run that truncates the sampling
 distribution, support sizes [T] and the concatenated support ids."""
 ENGINE_GAP_PREFIX = "engine_gap_"
-"""Prefix of metrics in `Consumed` about a worker's log-probability gap: engine_gap_FIGURE_WORKER."""
+"""Prefix of metrics in `Consumed` about the gap between a worker's and the learner's log-probabilities:
+engine_gap_FIGURE_WORKER."""
 Discard = Literal["", "nonfinite"]
 """Reason for which the learner skipped a batch; "" if it trained the batch."""
 
@@ -129,7 +130,8 @@ class SampleSpan(msgspec.Struct, array_like=True, frozen=True):
     end: int
     """Response length in tokens at the end of the span; `start` is that at its beginning."""
     outcome: str
-    """How the span ended: stop | length | scored | closed | void | the cause of the lease's end, such as recall."""
+    """How the span ended: stop | length | scored | closed (by its agent) | void (with its group) | the cause of the
+    lease's end, such as recall."""
 
 
 class SampleHead(msgspec.Struct, array_like=True, frozen=True):

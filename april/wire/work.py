@@ -22,7 +22,7 @@ class WorkerCapacity(Message):
 
 class WeightFolderRefused(Message):
     """Tells the broker that a worker could not use a snapshot of weights, or that its engine did not take the weights
-    from there."""
+    from the snapshot."""
 
     version: Version
     error: str
@@ -55,7 +55,7 @@ class Task(msgspec.Struct, array_like=True, frozen=True):
     images: list[str] = []
     """Names of the prompt's images, in order; `FetchImages` gets them."""
     max_response_tokens: int = 0
-    """Longest response (tokens), observations included."""
+    """Limit on the response's length (tokens), observations included."""
 
     @property
     def is_cut(self) -> bool:
@@ -82,7 +82,7 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     group_scored: list[str]
     """Finish reasons of all responses of a group, if the grant is for scoring the group as a whole; otherwise empty."""
     turns: int
-    """Number of the policy's turns that the environment has answered."""
+    """Number of the policy's turns so far that the environment has answered with an observation."""
     turn_start: int
     """Offset in the response at which the current turn starts, tokens."""
     state: bytes

@@ -43,6 +43,7 @@ class ActiveSample:
         self.length += len(tokens)
 
     def observe(self, tokens: np.ndarray, state: bytes) -> None:
-        """Append the environment's observation of the current turn, and begin the next turn."""
+        """Append the environment's observation of the current turn, int32 [T], and begin the next turn. `state`: the
+        environment's, MessagePack."""
         self.append(tokens)
         self.answered_turns, self.turn_start, self.environment_state = self.answered_turns + 1, self.length, state

@@ -1,4 +1,5 @@
-"""The images of a worker's samples: fetched from the broker by name, and kept while there is room."""
+"""The images of a worker's samples: fetched from the broker by name, and kept while they take at most HELD_BYTES or a
+lease waits for them."""
 
 from collections.abc import Sequence
 
@@ -6,7 +7,7 @@ from april import wire
 from april.wire.sockets.broker import BrokerConnection
 
 HELD_BYTES = 512 << 20
-"""Bytes of images that are kept for further samples of their prompts."""
+"""Most bytes of images that are kept for further samples of their prompts; more only while leases wait for them."""
 
 
 class SampleImages:
@@ -55,7 +56,7 @@ class SampleImages:
         return ready, failed
 
     def forget(self, lease_id: int) -> None:
-        """Take note that a lease has ended."""
+        """Take note that a lease has ended: its images need not be fetched or kept for it."""
         self._waiting.pop(lease_id, None)
 
     def ask_again(self) -> None:
@@ -72,7 +73,7 @@ class SampleImages:
             self._connection.send(wire.FetchImages(missing))
 
     def _make_room(self) -> None:
-        """Drop the images that were used longest ago and that no lease waits for."""
+        """Drop images that no lease waits for, those used longest ago first, until at most HELD_BYTES are kept."""
         wanted = {name for names in self._waiting.values() for name in names}
         for name in [name for name in self._held if name not in wanted]:
             if self._bytes <= HELD_BYTES:

@@ -106,8 +106,10 @@ class Reports:
     ) -> None:
         """Add tokens that the policy did not sample, int32 [T].
 
-        Either an environment's observation with the environment's `state`, or an agent's tokens, in a fork of the
-        session `parent`. `failed`: the environment did not answer, and the tokens tell the policy so.
+        Either an environment's observation with the environment's `state`, or an agent's tokens, where `state` is the
+        turn's request, and `parent` the number of the fork that the lease's fork branches off. `start`: offset in the
+        response or fork. `awaits_score`: as for `add_chunk`. `failed`: the environment did not answer, and the tokens
+        tell the policy so.
         """
         payload = tokens.tobytes() + state
         row = observation_row(lease_id, start, len(tokens), finish_reason, payload, failed, clock.now(), parent)
@@ -138,7 +140,8 @@ class Reports:
     # --- answers of the broker -----------------------------------------------------------------------------------
 
     def acknowledge(self, lease_id: int, length: int) -> int:
-        """Drop the rows that start below `length`, which the broker has journaled; returns their sampled tokens."""
+        """Drop the rows that start below `length`, which the broker has journaled; returns the number of sampled tokens
+        in them."""
         pending, sampled = self._pending.get(lease_id), 0
         while pending and pending.rows and pending.rows[0][0].start < length:
             row, payload = pending.rows.pop(0)
@@ -167,7 +170,8 @@ class Reports:
     # --- sending ------------------------------------------------------------------------------------------------
 
     def send(self, force: bool = False) -> None:
-        """Send unsent rows and closings in as many reports as they need, if some are due and the broker responds.
+        """Send unsent rows and closings in as many reports as they need, if `_due_at` has passed and the broker is not
+        silent.
 
         `force`: send now in any case.
         """

@@ -35,7 +35,8 @@ class WorkerTimeSharing:
     def switch(self, engine: Engine, loading: bool, staged: bool) -> bool:
         """Release the device if the learner waits and the engine is idle; acquire it if new weights are staged.
 
-        `loading`: weights are being loaded, which delays a release. Returns whether the device was released.
+        `loading`: weights are being loaded, which delays a release. `staged`: new weights wait to be loaded. Returns
+        whether the device was released.
         """
         if self._slices is None:
             return False

@@ -126,10 +126,10 @@ class Worker:
         self._report_capacity_change()
 
     def _report_slots(self, decoded: bool) -> None:
-        """Report how many samples generate, queue, wait for weights, or wait for an environment.
+        """Report to the broker how many samples generate, queue, wait for weights, or wait for an environment.
 
-        Called before and after the decode step. Before it, only the wait for weights is reported. While one of several
-        servers loads weights, the others go on, and nothing counts as waiting.
+        Called before and after the decode step (`decoded`: after it). Before it, only the wait for weights is reported.
+        While one of several servers loads weights, the others go on, and nothing counts as waiting.
         """
         all_load = bool(self.weight_loaders) and all(loader.has_pending for loader in self.weight_loaders)
         stalled = self.engine.version is None or (all_load and not self.hold.active)
@@ -148,7 +148,8 @@ class Worker:
         return self.reports.unacknowledged_bytes >= self.config.worker.unacked_mb << 20
 
     def _patience_ms(self) -> int:
-        """Longest wait for messages (ms): 0 between decode steps, short while verifiers or environments work."""
+        """Longest wait of the loop for the broker's messages (ms): 0 between decode steps, short while verifiers or
+        environments work."""
         if self._can_generate():
             return 0
         return SCORING_POLL_MS if self.scoring.pending or self.environment_turns.pending else IDLE_POLL_MS
@@ -344,7 +345,8 @@ class Worker:
             self._continue(sample)
 
     def _finish(self, sample: ActiveSample, ended: str) -> bool:
-        """Mark the sample finished if `ended`, and submit it for scoring.
+        """If `ended` (the response's finish reason) is not "", mark the sample finished, and submit it for scoring
+        unless a scorer scores it.
 
         Returns whether its last tokens wait for the score, to share a message with it.
         """
@@ -357,7 +359,8 @@ class Worker:
         return True
 
     def _is_handed_over(self, lease_id: int) -> bool:
-        """Whether the response is finished and a scorer scores it: only its last acknowledgement is awaited here."""
+        """Whether the response is finished and a scorer scores it: this worker only waits for the acknowledgement of
+        its last tokens."""
         sample = self.active.get(lease_id)
         return sample is not None and sample.finished and sample.grant.hand_over
 
@@ -381,7 +384,9 @@ class Worker:
             self._give_back(lease_id, "abort")
 
     def _give_back(self, lease_id: int, cause: wire.GiveBackCause, error: str = "") -> None:
-        """Stop generating a sample and return its lease; on an abort or recall, a sample being scored is kept."""
+        """Stop generating a sample and give its lease back to the broker for this `cause`. A lease whose end is
+        reported or whose response a scorer scores is kept, and on an abort or recall also one whose response this
+        worker is scoring."""
         for chunk in self.engine.cancel(lease_id):
             self._report_chunk(chunk)
         self.images.forget(lease_id)
@@ -396,7 +401,7 @@ class Worker:
         self.reports.close(wire.GiveBack(lease_id, sample.length, cause, error))
 
     def _ids(self, lease_id: int) -> dict[str, int]:
-        """Group and index of a lease's sample, as extra fields of a log line."""
+        """Group number, and index in the group, of a lease's sample, as extra fields of a log line."""
         sample = self.active.get(lease_id)
         return {"group": sample.task.group, "sample": sample.grant.index} if sample else {}
 
@@ -464,7 +469,8 @@ class Worker:
             self.connection.send(wire.WorkerCapacity(version, capacity + self.config.worker.prefetch, loaded_in_s))
 
     def _report_capacity_change(self) -> None:
-        """Report the engine's capacity if it has changed notably since the last report, or dropped to zero."""
+        """Report the engine's capacity if it has changed by more than 1 / CAPACITY_CHANGE_PARTS since the last report,
+        or dropped to zero."""
         takes_work = self.time_sharing.keeps_device or self.hold.is_awaited(self.engine.version)
         capacity = self.engine.capacity if self.engine.version is not None and takes_work else 0
         reported = self._reported_capacity

@@ -68,7 +68,7 @@ class Dialect:
         raise NotImplementedError
 
     def stream_end(self, session: ConversationTree, turn: Turn, body: Body, streamed: bool) -> list[StreamEvent]:
-        """The events after the last text. `body`: the request; `streamed`: whether any text was sent."""
+        """The events after the last text. `body`: the request's; `streamed`: whether any text was sent."""
         raise NotImplementedError
 
     @staticmethod
@@ -116,7 +116,8 @@ class Dialect:
         return max_tokens
 
     def stop_token_ids(self, key: str, stop: Any) -> tuple[int, ...]:
-        """Token ids of the stop texts, each of which has to be one token. Raises Refusal."""
+        """Token ids of the stop texts, each of which has to be one token. `key`: the request parameter; `stop`: its
+        value, a text or a list. Raises Refusal."""
         ids = set[int]()
         for text in [stop] if isinstance(stop, str) else stop or []:
             tokens = self.tokenizer.encode_prompt(text).tolist() if isinstance(text, str) else []

@@ -106,7 +106,8 @@ class Responses(Dialect):
         return {"type": "message", "id": message_id, "role": "assistant", "status": status, "content": content}
 
     def _text_position(self, session: ConversationTree, turn: Turn) -> Body:
-        """Fields that locate the answer's text in the output."""
+        """Fields of an event that say where the answer's text stands in the response: id of the message, its index, and
+        the index of its content part."""
         return {"item_id": f"msg_{turn_name(session, turn)}", "output_index": 0, "content_index": 0}
 
 

@@ -67,7 +67,7 @@ def shipped(name: str) -> Callable[[AlarmClass], AlarmClass]:
 
 
 def figures(record: dict[str, Any], part: str) -> dict[str, Any]:
-    """A part of a step's record, such as `learner`; empty if the record lacks it."""
+    """The entry `part`, such as `learner`, of a step's record; empty if the record lacks it."""
     return record.get(part) or {}
 
 
@@ -76,7 +76,7 @@ class Alarms:
     on."""
 
     def __init__(self, names: Sequence[str]):
-        """Raises ConfigError for a name that is not found."""
+        """`names`: names of the alarms to use. Raises ConfigError for a name that is not found."""
         self._alarms: dict[str, Alarm] = {name: ALARMS.find(name)() for name in names}
         self._in_a_row: dict[str, int] = {}
         """Number of newest steps in a row for which an alarm has returned a sentence, by name of the alarm."""
@@ -103,8 +103,8 @@ class Alarms:
         return [alarm for alarm in wrong if self._in_a_row[alarm["name"]] >= self._alarms[alarm["name"]].steps_in_a_row]
 
     def watch(self, loops: Sequence["PeerLoop"]) -> None:
-        """Check the positions of the main loops with all alarms: update `raised`, and log each alarm that is new
-        there."""
+        """Check the positions of the main loops with all alarms: update `raised`, and log each alarm that `raised` did
+        not list before."""
         known, self._watched = {alarm["name"] for alarm in self._watched}, self._ask(lambda alarm: alarm.watch(loops))
         for alarm in self._watched:
             if alarm["name"] not in known:

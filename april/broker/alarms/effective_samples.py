@@ -14,8 +14,9 @@ class EffectiveSamplesAlarm(Alarm):
     page = "docs/algorithms.md#figures-of-a-step"
     steps_in_a_row = 3
     usual: ClassVar = {"ess": 0.5, "weight_ess": 0.25}
-    """Least usual effective sample size as a share of the trained tokens, by metric. `ess`: of the ratios of the
-    trained policy to the sampling versions; `weight_ess`: of the importance weights that corrections applied."""
+    """Effective sample size below which the alarm is raised, as a share of the trained tokens, by metric. `ess`: of the
+    ratios of the trained policy to the sampling versions; `weight_ess`: of the importance weights that corrections
+    applied."""
 
     def look(self, record: dict[str, Any]) -> str:
         learner = figures(record, "learner")

@@ -13,8 +13,9 @@ class EngineGapAlarm(Alarm):
 
     page = "docs/learner.md#learner-and-engine-on-what-is-trained"
     threshold = 4.0
-    """Largest allowed mean gap if the learner has not measured the gap that rounding causes, as a multiple of the
-    largest mean gap of any worker in the run's first batch."""
+    """Largest allowed mean gap (difference between the log-probabilities of learner and worker, in nats) if the learner
+    has not measured the gap that rounding causes, as a multiple of the largest mean gap of any worker in the run's
+    first batch."""
     least, most = 1e-4, 0.6
     """Bounds of the largest allowed gap in nats: what the weight check allows in float32 and in 8 bits."""
     least_tokens = 100
@@ -23,8 +24,8 @@ class EngineGapAlarm(Alarm):
     def __init__(self) -> None:
         self.limit: float | None = None
         self.evidence: dict[str, float] = {}
-        """Evidence of wrong weights by worker: a CUSUM of log gap over rounding gap (`added_evidence`). Empty if the
-        learner has not measured the gap that rounding causes."""
+        """Evidence of wrong weights by worker: a CUSUM over steps, made by `added_evidence` of mean gap / gap that
+        rounding causes. Empty if the learner has not measured the gap that rounding causes."""
         self.raised_at: dict[str, float] = {}
         """Mean gap for which a worker last raised the alarm, as a multiple of the rounding gap; after that only larger
         gaps count as evidence. So an 8-bit engine, which rounds more than the learner has measured, raises it once."""

@@ -182,7 +182,7 @@ class ScheduleMachine(Invariants):
 
     @rule(data=st.data(), count=st.integers(1, 4), ends=st.booleans())
     def observe(self, data, count, ends):
-        """Append an environment's observation to a response; its tokens do not count as generated."""
+        """Append an observation of `count` tokens, which do not count as generated; `ends`: it ends the response."""
         if lease := self.a_lease(data, generating=True):
             sample = lease.sample
             count = min(count, RESPONSE_BUDGET - sample.length)
@@ -276,8 +276,8 @@ class ScheduleMachine(Invariants):
         failures=st.sampled_from([0.0, 0.1, 0.5]),
     )
     def a_busy_while(self, seed, actions, stragglers, failures):
-        """Apply many random actions in a row. Some groups rarely progress; groups discarded for a dead sample are
-        re-queued now and then."""
+        """Apply `actions` random actions in a row, drawn by `seed`. `stragglers`: share of groups that rarely progress;
+        `failures`: chance that a lease fails. Discarded groups with a dead sample may be re-queued."""
         chance = random.Random(seed)
         self.end_drain()
         for _ in range(actions):
@@ -340,7 +340,7 @@ class ScheduleMachine(Invariants):
         """Let all workers generate without faults: every waiting sample must get leased, and the learner the next
         batch.
 
-        New evaluations arrive all the while; each worker gives them half of its slots.
+        A new evaluation arrives in every `every`-th turn; each worker gives evaluations half of its slots.
         """
         self.ledger.end_drain()
         ledger, turn, since = self.ledger, 0, len(self.log)
@@ -383,7 +383,7 @@ class ScheduleMachine(Invariants):
                 self.lease(worker, 1, share_left=sum(not trains(lease) for lease in held) < SLOTS // 2)
 
     def go_on(self, lease, count, ends):
-        """Generate `count` more tokens under a lease, or score its response if that is complete."""
+        """Generate `count` tokens under a lease, the response's last if `ends`; or score a complete response."""
         if not lease.generating:
             reward = 1.0 if lease.sample.group.id % 4 == 3 else float(lease.sample.index % 2)
             assert self.ledger.score(lease.id, reward) is Verdict.OK
@@ -460,8 +460,8 @@ class ScheduleMachine(Invariants):
     @precondition(lambda self: self.ledger_rules.submitted)
     @rule(count=st.integers(0, 9), again=st.integers(0, 3))
     def submit_prompts(self, count=1, again=0):
-        """Submit prompts as a trainer does: a prompt sent twice is a duplicate, and a prompt sent too early is refused
-        as a gap."""
+        """Submit `count` prompts as a trainer does, after repeating the last `again`: a prompt sent twice is a
+        duplicate, and a prompt sent too early is refused as a gap."""
         first = max(0, self.ledger.prompts.submitted_count - again)
         for row in range(first, first + count):
             known = row < self.ledger.prompts.submitted_count
@@ -477,8 +477,8 @@ class ScheduleMachine(Invariants):
 
     @rule(data=st.data(), from_snapshot=st.booleans(), same=st.booleans())
     def restart_broker(self, data, from_snapshot, same):
-        """Restart the broker: snapshot and journal must rebuild the same ledger. The schedule may be of another kind
-        afterwards."""
+        """Restart the broker: snapshot (if `from_snapshot`) and journal must rebuild the same ledger. Unless `same`,
+        the schedule may be of another kind afterwards."""
         again = Ledger(self.ledger_rules, write=self.journal)
         first = 0
         if from_snapshot and self.snapshot:

@@ -72,7 +72,8 @@ def run_to_the_end(
     workload: str = "mixed",
     slots: int = SLOTS,
 ) -> Ledger:
-    """Run one worker and a learner until the schedule is finished; returns the ledger.
+    """Run one worker with `slots` slots and a learner until the schedule is finished; returns the ledger. `staleness`:
+    largest staleness; `prompts`: number of prompts; `steps`: most batches; `workload`: key of `WORKLOADS`.
 
     Raises AssertionError if the schedule never finishes, or finishes early with prompts left.
     """
@@ -136,7 +137,8 @@ LONG_STEPS = 30
 
 
 def try_schedule(section: ScheduleSection, steps: int = LONG_STEPS) -> None:
-    """Run a schedule on small batches with every workload, few and many slots, and different bounds of staleness.
+    """Run a schedule for `steps` small batches with every workload, few and many slots, and different bounds of
+    staleness.
 
     Raises AssertionError for a run that stands still, and ScheduleFailed for a schedule that raises an exception.
     """

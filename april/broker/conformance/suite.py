@@ -21,7 +21,7 @@ EXAMPLES, STEPS = 60, 40
 
 def machine_of(name: str, base: type[ScheduleMachine] = ScheduleMachine) -> type[ScheduleMachine]:
     """State machine for the schedule `name`, whose broker may switch to another kind of schedule at a restart, and
-    back."""
+    back. `base`: class that it extends."""
     others = tuple(other for other in SCHEDULES.shipped if other != name)
     return type("ScheduleMachine", (base,), {"kind": name, "others": others})
 
@@ -80,9 +80,10 @@ CHECKS = (
 
 
 def check_schedule_named(name: str, overrides: list[str], say: Callable[[str], None]) -> int:
-    """Run every check on the schedule of that name and print the results; returns the number of failed checks.
+    """Run every check on the schedule of that name and pass the results to `say`, line by line; returns the number of
+    failed checks.
 
-    Raises ConfigError for a schedule that cannot be found.
+    Raises ConfigError for a schedule that cannot be found, and if there are `overrides` (settings on the command line).
     """
     if overrides:
         refuse(overrides[0], None, "means nothing to `april check schedule`", "leave it out")

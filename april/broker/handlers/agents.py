@@ -100,7 +100,8 @@ class AgentHandler(LeaseHolderHandler):
     def forward_rows(self, table: np.ndarray, payload: Buffer, leases: list[Lease | None]) -> None:
         """Forward the rows of workers to the agents whose turns they are, after the next sync.
 
-        `leases`: the lease of each row; None where the row was refused.
+        `leases`: the lease of each row; None where the row was refused. `table`, `payload`: rows and their payloads, as
+        in `wire.rows`.
         """
         agent_leases = [lease and self.ledger.leases.get(lease.sample.session_sample.agent_lease) for lease in leases]
         holders = {agent.worker for agent in agent_leases if agent}
@@ -207,7 +208,7 @@ class AgentHandler(LeaseHolderHandler):
 
     def _fork_rows(self, fork: Sample, lease_id: int) -> Iterator[tuple[ChunkRef, ReportRow, memoryview]]:
         """Yield a fork's rows after the tokens shared with its parent; the last row of a complete turn has a finish
-        reason."""
+        reason. `lease_id`: id of the fork, which is the session's lease id plus the fork's number."""
         ends = list(accumulate(ref.tokens for ref in fork.chunk_refs))
         refs = [ref for ref, end in zip(fork.chunk_refs, ends, strict=True) if end > fork.shared_tokens]
         bodies, start = self.context.payloads.journal.read_payloads(iter(refs)), fork.shared_tokens

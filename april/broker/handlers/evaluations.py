@@ -45,7 +45,8 @@ class Evaluations:
     # --- opening and recording ----------------------------------------------------------------------------------
 
     def open_due(self) -> None:
-        """Open groups for the held-out prompts if the current weights are due for evaluation."""
+        """Open groups for the held-out prompts if the current weights are of step 0, of a multiple of
+        `evaluation.every` or of the last step, and their evaluation has not been opened before."""
         step = self.ledger.steps.consumed
         if not self._is_due(step):
             return
@@ -103,8 +104,8 @@ class Evaluations:
         ]
 
     def watch(self, now: float) -> None:
-        """Discard or restart evaluations that cannot finish under their version, and add up the slots that sit idle
-        because an evaluation keeps workers on old weights."""
+        """Discard or restart evaluations that can get no further tokens under their version (`_can_go_on`), and add up
+        the slots that sit idle because an evaluation keeps workers on old weights."""
         elapsed_s, self._watched_at = now - (self._watched_at or now), now
         for step, groups in list(self.ledger.evaluations.items()):
             overtaken = self._is_overtaken(step)
@@ -128,7 +129,7 @@ class Evaluations:
 
     def _can_go_on(self, step: int, groups: list[Group], overtaken: bool, now: float) -> bool:
         """Whether the evaluation of `step` may still get tokens: it has time left, and some worker may have its
-        version."""
+        version. `overtaken`: result of `_is_overtaken`."""
         named = self.ledger.evaluated_versions.get(step)
         if overtaken:
             if now - self._overtaken_at.setdefault(step, now) >= self.section.hold_s:

@@ -46,7 +46,7 @@ def send_images(handler: Any, peer: Peer, received: wire.Received, now: float) -
 
 def take_image(handler: Any, peer: Peer, received: wire.Received, now: float) -> None:
     """Take a part of an image (`KeepImage`); with the last part the image is put on disk and acknowledged to the peer.
-    Raises OSError if it cannot be written."""
+    Raises OSError if it cannot be written. `handler`: that of the peer's role."""
     part, arrays = received.message, received.packed
     name, begun = peer.image if part.start else (part.name, bytearray())
     peer.image = "", bytearray()
@@ -71,7 +71,7 @@ def take_image(handler: Any, peer: Peer, received: wire.Received, now: float) ->
 
 def fault_of(name: str, png: bytes, tokenizer: Any) -> str:
     """Fault of an uploaded image file: it has another sha256 than `name`, or is not prepared for the policy; "" for
-    none."""
+    none. `png`: content of the file."""
     if name_of(png) != name:
         return "its name is not the sha256 of the file"
     try:

@@ -150,8 +150,8 @@ class LearnerHandler:
         self.pending_fetch = None
 
     def restart_fetch(self, step: int) -> None:
-        """Send a requested batch again from its first group, since the batch has changed. A learner that already has a
-        part of it has to say hello and fetch it again."""
+        """Send batch `step`, if the learner has requested it, again from its first group, since the batch has changed.
+        A learner that already has a part of it has to say hello and fetch it again."""
         if self.pending_fetch is None or self.pending_fetch[1].message.step != step:
             return
         if self.sent_groups:
@@ -159,7 +159,8 @@ class LearnerHandler:
         self.sent_groups, self.sendable_from = 0, None
 
     def disown(self, why: str) -> None:
-        """End the session of the connected learner, which then says hello and repeats the requests under way."""
+        """End the session of the connected learner, which then says hello and repeats the requests under way. `why`:
+        reason that the learner is told."""
         if peer := self.peers.learner():
             self.peers.close(peer)
             self.peers.refuse("unknown session", f"unknown session: {why}; say hello", peer.data_route, peer.id)
@@ -174,7 +175,8 @@ class LearnerHandler:
         return self.peers.has_credit(self.pending_fetch[0], self.context.credit_bytes)
 
     def _logged_groups(self, step: int) -> set[int]:
-        """Indices of the groups of batch `step` that are chosen for the sample logs."""
+        """Indices of the groups of batch `step` that the learner writes to the sample logs (`chosen_groups` chooses
+        them)."""
         groups = [trained_samples(group) for group in self.ledger.deliveries[step]]
         rewards = [
             [sample.session_sample.reward for sample in samples if sample.session_sample.reward is not None]
@@ -183,7 +185,8 @@ class LearnerHandler:
         return set(chosen_groups(rewards, self.context.config.samples.groups, f"{self.context.config.seed} {step}"))
 
     def _send_part(self, peer: Peer, received: wire.Received) -> None:
-        """Send the next groups of the batch: `PART_BYTES` of arrays, but at least one group."""
+        """Send the next groups of the batch that `received` requests: `PART_BYTES` of arrays, but at least one
+        group."""
         step, heads, arrays, size = received.message.step, [], [], 0
         groups: list[Group | LoggedGroup] = [*self.ledger.deliveries[step]]
         groups += wanted(received.message, self.context.history.logged_groups.of_step(step))
@@ -226,7 +229,7 @@ class LearnerHandler:
 
     def _logged_payload(self, logged: LoggedGroup, token_scores: int = 0) -> GroupPayload:
         """Description and arrays of a discarded or held-out group; without samples if the journal cannot read them
-        back."""
+        back. `token_scores`: number of (empty) token scores that each sample gets."""
         payloads, (is_held_out, epoch, row) = self.context.payloads, logged.drawn
         known_set = self.evaluations.held_out.get(epoch)
         set_name = known_set.settings.name if known_set else HELD_OUT
@@ -313,7 +316,7 @@ class LearnerHandler:
 
 
 def wanted(fetch: wire.Fetch, logged: list[LoggedGroup]) -> list[LoggedGroup]:
-    """The groups for the sample logs that a learner has asked for."""
+    """Those of the groups kept for the sample logs (`logged`) that a learner has asked for."""
     return [group for group in logged if (fetch.samples if group.head.discarded else fetch.held_out)]
 
 

@@ -110,7 +110,8 @@ def teacher_of(context: BrokerContext, group: Group) -> str:
 
 
 def sample_seed(run_seed: int, group: int, index: int, fork_number: int = 0) -> int:
-    """A 63-bit sampling seed, distinct for every fork of every sample of a run, and the same on every resume."""
+    """A 63-bit sampling seed, distinct for every fork of every sample of a run, and the same on every resume. `group`:
+    id of the group; `index`: number of the sample in it."""
     name = f"{run_seed}/{group}/{index}" + (f"/{fork_number}" if fork_number else "")
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -173,7 +174,8 @@ class LeaseHolderHandler:
         `Welcome`. The base class queues none."""
 
     def lose(self, peer: Peer, why: str, now: float) -> None:
-        """End the session and the leases of a holder that is gone; the samples wait for other holders."""
+        """End the session and the leases of a holder that is gone; the samples wait for other holders. `why`: reason
+        for the log."""
         leases = self.leases_of(peer.uid)
         holder, ids = f"{peer.role} {peer.name}", {"worker": peer.name}
         log.warning("%s is lost (%s); %d leases wait for another", holder, why, len(leases), extra=ids)
@@ -298,7 +300,7 @@ class LeaseHolderHandler:
         self.peers.acknowledge(peer, lease.id)
 
     def reject(self, peer: Peer, lease_id: int, reason: str, tokens: int = 0) -> None:
-        """Reject the report on a lease; `tokens`: number of sampled tokens that it contained."""
+        """Reject the report on a lease, for `reason`; `tokens`: number of sampled tokens that it contained."""
         self.peers.tallies[peer.uid].refused += tokens
         self.peers.reject(peer, lease_id, reason)
 
@@ -357,7 +359,8 @@ def joined_values(peer: Peer, scored: wire.TokenScored, values: bytes) -> bytes 
 
 
 def token_score_fault(scored: wire.Scored, lease: Lease, values: bytes) -> str:
-    """Fault in the token scores that a holder reports for the responses of a lease; empty if they are valid."""
+    """Fault in the token scores that a holder reports for the responses of a lease; empty if they are valid. `values`:
+    the values, float32."""
     if not isinstance(scored, wire.TokenScored):
         return ""
     responses = [fork for sample in lease.samples for fork in sample.sampled_forks]

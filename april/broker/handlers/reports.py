@@ -109,8 +109,9 @@ class RowValidator:
         leases: Sequence[Lease | None],
         requests: Sequence[wire.TurnRequest | None] | None = None,
     ) -> dict[int, str]:
-        """Find faults in the rows of a report; returns them by row index. `leases`: the lease of each row, None if it
-        is not current; `requests`: for a report of agents, the result of `turn_requests`."""
+        """Find faults in the rows (`table`, dtype `TABLE`) and payloads of a report; returns them by row index.
+        `leases`: the lease of each row, None if it is not current; `requests`: for a report of agents, the result of
+        `turn_requests`."""
         found: dict[int, str] = {}
         ends = np.cumsum(padded_sizes(table))
         offsets, sizes, tokens = ends - padded_sizes(table), table["size"], table["tokens"].astype(np.int64)
@@ -160,7 +161,8 @@ class RowValidator:
 
     def _cut_fault(self, words: np.ndarray, size: int, tokens: int, is_cut: bool) -> str:
         """Fault of a chunk with supports, in a run that truncates the sampling distribution (top-p, top-k, min-p);
-        empty if it is valid."""
+        empty if it is valid. `words`: the payload in 4-byte words; `size`: its bytes; `tokens`: tokens of the chunk;
+        `is_cut`: whether they must have supports."""
         if size % 4 or is_cut != (len(words) > 2 * tokens):
             return "training tokens come with their supports where the distribution is cut, no others do"
         if not is_cut:

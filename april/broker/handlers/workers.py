@@ -43,7 +43,8 @@ class FillLimit:
         self._until = now + min(loaded_in_s, LONGEST_FILL_LIMIT_S)
 
     def max_load(self, workers: Sequence[Peer], newest_step: int, ledger: Ledger, now: float) -> float:
-        """Largest load that a worker may have, as a share of its capacity; infinite while there is no limit."""
+        """Largest load that a worker may have, as a share of its capacity; infinite while there is no limit.
+        `newest_step`: newest policy step that any worker has loaded."""
         if now >= self._until or not ledger.rounds.open:
             return math.inf
         loaded = [worker for worker in workers if worker.version is not None and worker.capacity]
@@ -148,8 +149,8 @@ class WorkerHandler(LeaseHolderHandler):
         self._count(peer, table, leases, now)
 
     def _acknowledge(self, peer: Peer, table: np.ndarray) -> None:
-        """Queue acks of accepted rows. A lease's rows are in order, so the end of its last row is the acknowledged
-        response length."""
+        """Queue acks of accepted rows (`table`). A lease's rows are in order, so the end of its last row is the
+        acknowledged response length."""
         pending, lease_ids = self.peers.pending_for(peer), table["lease_id"]
         ends = table["start"].astype(np.int64) + table["tokens"]
         pending.acks.update(zip(lease_ids.tolist(), ends.tolist(), strict=True))
@@ -157,7 +158,7 @@ class WorkerHandler(LeaseHolderHandler):
         pending.done += [lease_id for lease_id in ended if lease_id not in self.ledger.leases]
 
     def _count(self, peer: Peer, table: np.ndarray, leases: list[Lease | None], now: float) -> None:
-        """Count the tokens of accepted rows; `leases`: the lease of each row."""
+        """Count the tokens of accepted rows (`table`); `leases`: the lease of each row."""
         sampled, tokens = table["kind"] == CHUNK, table["tokens"].astype(np.int64)
         chunks, accepted = [int(sampled.sum()), 0], [int(tokens[sampled].sum()), 0]
         if self.ledger.evaluations:
@@ -183,7 +184,8 @@ class WorkerHandler(LeaseHolderHandler):
     def _answer_refused(
         self, peer: Peer, lease_id: int, lease: Lease | None, verdict: Verdict, fault: str, row: Any, now: float
     ) -> None:
-        """Answer a row that was refused: with a reject, a nack, or for a duplicate an ack."""
+        """Answer a row that was refused: with a reject, a nack, or for a duplicate an ack. `verdict`: the ledger's;
+        `fault`: fault in the payload, or ""; `row`: element of dtype `TABLE`."""
         sampled = int(row["tokens"]) if row["kind"] == CHUNK else 0
         if lease is None or not self._holds(peer.uid, lease_id):
             self.reject(peer, lease_id, NOT_CURRENT, sampled)
@@ -278,7 +280,8 @@ class WorkerHandler(LeaseHolderHandler):
         self.has_more = not remaining
 
     def _first_ready(self, max_load: float) -> Peer | None:
-        """A worker with room and the newest weights of all workers: if no sample fits it, none fits any worker.
+        """A worker with room, a load of at most `max_load` (share of its capacity) and the newest weights of all
+        workers: if no sample fits it, none fits any worker.
 
         Workers without room that are found before it are removed from `maybe_ready`.
         """

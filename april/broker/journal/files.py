@@ -118,8 +118,8 @@ refused_reads = RefusedReads()
 def read_part(path: Path, file: int, size: int, offset: int, pauses_s: Sequence[float] = READ_AGAIN_S) -> bytes:
     """Up to `size` bytes at `offset` of the journal file at `path`, open as `file`; fewer only at its end.
 
-    A read that the system refuses is tried again after each of the pauses, with a new file descriptor, as the old one
-    may be stale. Raises Unreadable after the last.
+    A read that the system refuses is tried again after each of the pauses `pauses_s`, with a new file descriptor, as
+    the old one may be stale. Raises Unreadable after the last.
     """
     try:
         return os.pread(file, size, offset)
@@ -186,7 +186,8 @@ def read_closed(folder: Path, position: int, until: int) -> Iterator[tuple[Event
 
 
 def reclaimable_files(starts: list[int], needed_from: int, live: Iterable[int]) -> list[int]:
-    """Starts of the files that end at or before `needed_from` and contain no `live` position.
+    """Start positions of the files that may be deleted: of all files, which begin at `starts`, those that end at or
+    before position `needed_from` and contain none of the `live` positions.
 
     The last file is never included.
     """

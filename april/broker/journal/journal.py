@@ -55,7 +55,8 @@ class Journal:
     """A journal with one writer, locked against others. After a failed write or sync the journal can only be read."""
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES, file_records: int = FILE_RECORDS):
-        """Raises JournalError if another broker uses the journal, OtherApril if another version of April wrote it."""
+        """`file_bytes`, `file_records`: size from which on a file is full. Raises JournalError if another broker uses
+        the journal, OtherApril if another version of April wrote it."""
         make_private(folder)
         JOURNAL.claim(folder, new=not file_starts(folder))
         self.folder = folder
@@ -155,7 +156,7 @@ class Journal:
     def begin_sync(self, in_thread: bool = True) -> None:
         """Begin to write and sync what was appended, after finishing the sync in progress.
 
-        A thread does the work, or `finish_sync` if there is no thread.
+        A thread does the work or, without `in_thread`, `finish_sync`.
         """
         self.finish_sync()
         if self._failed:
@@ -339,8 +340,8 @@ class Journal:
             self._write_again(max(last.synced, self._starts[-1]))
 
     def _write_again(self, position: int) -> None:
-        """Write and sync again the last bytes, which the last sync may not have put on disk: after a failed sync the
-        system may consider their pages clean and never write them."""
+        """Write and sync again the bytes from `position` on, which the last sync may not have put on disk: after a
+        failed sync the system may consider their pages clean and never write them."""
         start = self._starts[-1]
         tail = self._read(position, self.end - position)
         try:
@@ -350,7 +351,8 @@ class Journal:
             raise self.fail(error) from error
 
     def _scan(self, start: int) -> Iterator[tuple[records.Record, int]]:
-        """(record, position) of each record of a file; a torn tail of the last file is cut off."""
+        """(record, position) of each record of the file that begins at position `start`; a torn tail of the last file
+        is cut off."""
         size, end = self._size(start), 0
         for record, offset in read_records(self._path(start), self._files[start], size):
             end = offset + record.length
@@ -359,7 +361,8 @@ class Journal:
             self._cut_torn_tail(start, end)
 
     def _cut_torn_tail(self, start: int, offset: int) -> None:
-        """Cut off a torn tail. Raises Damaged if a later record, or `known_synced`, proves that it was synced."""
+        """Cut off a torn tail: the bytes from `offset` on of the file that begins at position `start`. Raises Damaged
+        if a later record, or `known_synced`, proves that it was synced."""
         bad = start + offset
         rest = self._read(bad, self._size(start) - offset)
         known = start != self._starts[-1] or bad < self.known_synced

@@ -48,7 +48,8 @@ class RecordHead(NamedTuple):
 
 
 def encode(synced: int, event: bytes, arrays: Sequence[EventArray] = ()) -> tuple[list[bytes | memoryview], int]:
-    """Encode a record; returns its pieces in order, which do not copy the arrays, and its length in bytes."""
+    """Encode a record of an encoded event and its arrays, written while the journal is on disk up to `synced`; returns
+    its pieces in order, which do not copy the arrays, and its length in bytes."""
     elements = ARRAY | (3 + 2 * len(arrays))
     head = HEAD.pack(elements, UINT64, synced, UINT32, event_checksum(synced, event), BIN32, len(event))
     pieces: list[bytes | memoryview] = [head + event]
@@ -128,7 +129,7 @@ class RecentRecords:
         self._large_bytes = self._unwritten_large_bytes = 0
 
     def add(self, position: int, appended: Appended) -> None:
-        """Cache a record that has just been appended."""
+        """Cache a record that has just been appended at `position`."""
         event, _, length = self.records[position] = appended
         if length >= LARGE_ROW_BYTES * event.weight:
             self._large.append(position)

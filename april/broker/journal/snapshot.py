@@ -212,14 +212,15 @@ def _group(frozen: memoryview, agents: bool) -> Group:
 
 
 def _sample(group: Group, index: int, *values: Any) -> Sample:
-    """Restore a sample of a run without agents from the values of `SAMPLE_FIELDS`."""
+    """Restore sample number `index` of a group, in a run without agents, from the values of `SAMPLE_FIELDS`."""
     sample = Sample(group, index, *values)
     sample.state = SampleState(sample.state)
     return sample
 
 
 def _session(group: Group, index: int, *values: Any) -> AgentSample:
-    """Restore an agent session from the values of `SESSION_FIELDS` and those of each of its forks."""
+    """Restore the agent session of sample number `index` of a group from the values of `SESSION_FIELDS` and those of
+    each of its forks."""
     *of_main, of_forks = values
     main, *forks = (
         AgentSample(group, index, **dict(zip(SESSION_FIELDS, each, strict=True))) for each in (of_main, *of_forks)
@@ -280,7 +281,8 @@ class SnapshotStore:
                 log.warning("snapshot %s is damaged, or of another April, and passed over", self._path(position))
 
     def write(self, position: int, frozen: bytearray, previous: int | None = None) -> None:
-        """Write a snapshot, and delete all earlier ones but one: the fallback in case the new snapshot is damaged.
+        """Write the ledger state `frozen` as the snapshot at journal position `position`, and delete all earlier ones
+        but one: the fallback in case the new snapshot is damaged.
 
         The fallback is the snapshot at `previous`, which was read back successfully, or else the newest earlier one.
         Raises OSError, with the earlier snapshots unchanged.

@@ -37,7 +37,7 @@ def check_row(
     ledger: LedgerState, lease: Lease, row: ReportRow, pending: dict[int, PendingTail], is_malformed: bool
 ) -> Verdict:
     """Verdict on one row of a report. `pending`: state of each sample after the report's earlier rows, by lease id;
-    updated by this call."""
+    updated by this call. `is_malformed`: whether the row's payload is faulty."""
     tail, is_chunk = pending.get(row.lease_id), row.kind == CHUNK
     if tail is None:
         sample = lease.sample

@@ -55,7 +55,8 @@ class StalenessBound:
         return self._holds(self._due, next_step)
 
     def survives(self, next_step: int, opened_at: int) -> bool:
-        """Whether the invariant would hold with one more group first leased at step `opened_at`."""
+        """Whether the invariant would hold, with k = `next_step`, with one more group first leased at step
+        `opened_at`."""
         deadline = self.deadline(opened_at)
         return self._holds({**self._due, deadline: self._due[deadline] + 1}, next_step)
 
@@ -108,8 +109,8 @@ class ReadyGroups:
             del self._by_age[group.opened_at]
 
     def ages_of_oldest(self, count: int) -> Counter[int]:
-        """Number of groups among the `count` oldest ones, by the policy step at which they were opened; O(steps), not
-        O(groups)."""
+        """Number of groups among the `count` oldest ones, by the policy step at which they were opened; takes time in
+        proportion to the steps, not to the groups."""
         ages: Counter[int] = Counter()
         for opened_at in sorted(self._by_age):
             ages[opened_at] = min(self._by_age[opened_at], count)
@@ -130,8 +131,8 @@ Lengths = Counter[int]
 """Number of responses by length in tokens."""
 
 RECENT_BATCHES = 20
-"""Length of each recent window of the length comparison, in batches' worth of groups: one window of trained groups, one
-of created groups."""
+"""Length of each window of the length comparison, as a multiple of the groups in a batch: one window of the newest
+trained groups, one of the newest created groups."""
 
 
 class LengthCohorts(msgspec.Struct):

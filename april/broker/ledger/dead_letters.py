@@ -7,7 +7,8 @@ from april.broker.ledger.samples import Sample
 MAX_LETTERS = 1000
 """Most dead letters kept, the newest; older ones can no longer be listed or re-queued."""
 DEAD_ROUNDS = 2
-"""Number of rounds' worth of groups that may die in a row before the run fails."""
+"""Number of groups discarded for a dead sample in a row at which the run fails, as a multiple of the groups that a
+round opens."""
 ERROR_CHARS = 500
 """Most characters kept of an error text."""
 

@@ -55,7 +55,7 @@ class BrokerStarted(Event):
 
 
 class GroupOpened(Event):
-    """A prompt has been drawn and its group created; (epoch, row) moves the prompt cursor.
+    """A prompt has been drawn and its group created; the prompt cursor moves past (epoch, row).
 
     For evaluation, `epoch` is the number of the prompt set and `floor` the policy step under evaluation. Array: the
     prompt's token ids, int32.

@@ -10,8 +10,8 @@ discarded."""
 
 
 def add_fork(parent: Sample, number: int, shared_tokens: int) -> Sample:
-    """Add a fork to the session of `parent`. The fork shares the first `shared_tokens` tokens of `parent`, which end a
-    turn."""
+    """Add fork number `number` to the session of `parent`. The fork shares the first `shared_tokens` tokens of
+    `parent`, which end a turn."""
     new = AgentSample(parent.group, parent.index, SampleState.PARTIAL, cache_worker=parent.cache_worker)
     for ref in parent.chunk_refs:
         if new.length < shared_tokens:
@@ -26,7 +26,8 @@ def add_fork(parent: Sample, number: int, shared_tokens: int) -> Sample:
 def fork_position(session: Sample, number: int, start: int, parent: int) -> tuple[int, bool]:
     """(length of fork `number` in tokens, whether the agent may append an observation to it).
 
-    A fork that does not exist yet may begin at the end of a complete turn of its parent, or at token 0.
+    A fork that does not exist yet may begin at the end of a complete turn of its parent, or at token 0. `start`: offset
+    of the observation in the response; `parent`: number of the fork that a new one begins from.
     """
     if fork := session.find_fork(number):
         return fork.length, fork.state is SampleState.ACTING

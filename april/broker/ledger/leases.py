@@ -114,7 +114,8 @@ class OpenSamples:
             sample.group.pending_samples -= 1
 
     def by_state(self, evaluation: bool = False) -> dict[str, int]:
-        """Samples by name of state; states without samples are left out."""
+        """Number of training samples or, with `evaluation`, of evaluation samples by name of state; states without
+        samples are left out."""
         return {str(state): count for state, count in self._counts[evaluation].items() if count}
 
     def count(self, state: SampleState, evaluation: bool = False) -> int:

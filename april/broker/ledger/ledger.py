@@ -70,7 +70,7 @@ class Ledger(LedgerState):
         self.group_scored = group_scored
         self.keep_images: Callable[[bool, int, int], list[str]] = lambda evaluation, epoch, row: []
         self._expiries: dict[int, array[int]] = {}
-        """Lease ids by second of expiry; a renewed lease keeps its old entry, and is checked again when that is due."""
+        """Lease ids by second of expiry; a renewed lease keeps its old entry, and is checked again in that second."""
 
     def apply(self, event: events.Event, reference: Any = None) -> None:
         """Change the state by one event; `reference` is the event's reference in the journal."""
@@ -78,7 +78,7 @@ class Ledger(LedgerState):
         TRANSITIONS[type(event)](self, event, reference)
 
     def commit(self, event: events.Event, arrays: Sequence[EventArray] = ()) -> None:
-        """Write an event ahead to the journal, after the time if that has moved on, and apply it."""
+        """Write an event ahead to the journal, after a `TimePassed` if `CLOCK_S` have passed, and apply it."""
         if self.clock - self.now >= CLOCK_S and self.header:
             passed = events.TimePassed(self.clock)
             self.apply(passed, self.write(passed, ()))
@@ -87,9 +87,10 @@ class Ledger(LedgerState):
     def open_group(
         self, epoch: int, row: int, floor: int, evaluation: bool = False, size: int | None = None, prompt: bytes = b""
     ) -> Group:
-        """Open a group for a drawn prompt, int32 token ids, once `keep_images` has put its images on disk. `floor`: the
-        least policy step of a worker that starts it; for evaluation, the step that is evaluated, without staleness
-        bound and batches. Raises LedgerError if the bound would break."""
+        """Open a group of `size` samples (None: `Rules.group_size`) for the drawn prompt at (epoch, row), int32 token
+        ids, once `keep_images` has put its images on disk. `floor`: the least policy step of a worker that starts it;
+        for evaluation, the step that is evaluated, without staleness bound and batches. Raises LedgerError if the bound
+        would break."""
         if not evaluation and not self.bound.survives(self.steps.next, floor):
             raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
         group, size = self.serials.next_group, size or self.rules.group_size
@@ -108,7 +109,7 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def lease(self, sample: Sample, worker: str, step: int, expires_at: float, ends_at: float = float("inf")) -> Lease:
-        """Lease a waiting sample to a worker at policy step `step`; renewals extend it up to `ends_at` at most.
+        """Lease a waiting sample to a worker at policy step `step` until `expires_at`; renewals go up to `ends_at`.
 
         A scoring lease on a group that is scored as a whole covers all its live samples. Raises LedgerError if the
         sample does not wait, or needs a later step or, if it is held out, another one.
@@ -130,7 +131,7 @@ class Ledger(LedgerState):
         return lease
 
     def lease_agent(self, sample: Sample, holder: str, expires_at: float) -> Lease:
-        """Lease a sample without a running agent to an agents process, which reports observations and ends the session.
+        """Lease a session that no process runs to the agents process `holder`, which reports observations and ends it.
 
         A turn that a worker is generating goes on meanwhile.
         """
@@ -234,7 +235,7 @@ class Ledger(LedgerState):
     def add_chunk(
         self, lease_id: int, start: int, count: int, version: Version, finish_reason: str = "", payload: bytes = b""
     ) -> Verdict:
-        """Accept one chunk of sampled tokens."""
+        """Accept a chunk of `count` tokens from offset `start` on. `finish_reason`: "" while the response goes on."""
         row = chunk_row(lease_id, start, count, version, finish_reason, payload)
         return self.add_chunks(pack_rows([row]), payload)[0]
 
@@ -267,15 +268,15 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def end_lease(self, lease_id: int, cause: str, error: str = "", at: float = 0.0) -> Verdict:
-        """End a lease; the sample waits again, or is dead after too many failures, which may end its group."""
+        """End a lease (`events.LeaseEnded`): the sample waits again, or dies of too many failures, as may its group."""
         if lease_id not in self.leases:
             return Verdict.FENCED
         self.commit(events.LeaseEnded(lease_id, cause, error, at))
         return Verdict.OK
 
     def renew(self, lease_ids: list[int], expires_at: float) -> list[int]:
-        """Extend leases, each to its latest end at most, aborted leases not at all; returns the ids of those not
-        current."""
+        """Extend leases to `expires_at`, each to its latest end at most, aborted leases not at all; returns the ids of
+        those not current."""
         for lease_id in lease_ids:
             if lease_id in self.leases and not self.is_aborted(lease_id):
                 self.leases[lease_id].expires_at = min(expires_at, self.leases[lease_id].ends_at)
@@ -299,7 +300,7 @@ class Ledger(LedgerState):
         return list(expired.values())
 
     def discard(self, group: Group, reason: str) -> None:
-        """Discard a group; its leases are revoked, and a batch that contains the group loses it."""
+        """Discard a group for `reason`; its leases are revoked, and a batch that contains the group loses it."""
         self.commit(events.GroupDiscarded(group.id, reason))
 
     def filter_ready(self, reason_against: Callable[[Group], str]) -> None:
@@ -386,7 +387,8 @@ class Ledger(LedgerState):
         """Start a learner from checkpoint `step` as a new incarnation; batches from `step` on are delivered again.
 
         The checkpoint may contain delivered batches that the learner had not reported yet; they are consumed now.
-        Raises LedgerError for a checkpoint that is not of this run.
+        Raises LedgerError for a checkpoint that is not of this run. `uid`: that of its process; `weights_address`,
+        `weights_key`: address and CURVE public key at which it publishes weights.
         """
         if not self.first_kept_step <= step <= self.steps.next:
             raise LedgerError(

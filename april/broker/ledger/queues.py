@@ -106,7 +106,8 @@ class HandOutQueue:
         heapq.heappush(self._without_agent[sample.group.evaluation], (order, next(self._arrivals), sample))
 
     def take_for_agent(self, evaluation: bool) -> Sample | None:
-        """Remove and return a sample whose agent runs in no agents process; None if there is none."""
+        """Remove and return a training sample or, with `evaluation`, an evaluation sample whose agent runs in no agents
+        process; None if there is none."""
         heap = self._without_agent[evaluation]
         while heap:
             sample = heapq.heappop(heap)[-1]
@@ -131,7 +132,8 @@ class HandOutQueue:
         return self._evaluation.take_exactly(step)
 
     def take_started(self, step: int) -> Sample | None:
-        """Remove and return a sample of a group of which some sample has been leased; None if there is none."""
+        """Remove and return a sample, for a worker at policy step `step`, of a group of which some sample has been
+        leased; None if there is none."""
         return self._lost.take(step) or self._started.take(step)
 
     def take_due(self, step: int, opened_by: int) -> Sample | None:
@@ -143,8 +145,8 @@ class HandOutQueue:
         return heapq.heappop(heap)[2] if heap and heap[0][2].group.opened_at <= opened_by else None
 
     def take_fresh(self, step: int) -> Sample | None:
-        """Remove and return the first sample of a group not leased before; push its siblings again once it is
-        leased."""
+        """Remove and return the first sample, for a worker at policy step `step`, of a group of which no sample has
+        been leased; push its siblings again once it is leased."""
         return self._fresh.take(step)
 
 

@@ -19,7 +19,7 @@ class Rules:
     min_group_size: int | None = None
     """Least number of live samples with which a group continues after others died; None: every sample is needed."""
     max_response_tokens: int = 1 << 30
-    """Longest response in tokens, observations included."""
+    """Limit on a response's length in tokens, observations included."""
     filtered: bool = False
     """Whether group filters judge complete groups before the groups can be trained."""
     scored_apart: bool = False

@@ -111,8 +111,7 @@ class Sample(NoAgentDefaults):
 
     @property
     def sampled_from(self) -> int:
-        """Token offset at which the first sampled span starts, after what an agent said and shared tokens; 0 without
-        one."""
+        """Token offset at which the first sampled span starts, after shared tokens and observations; 0 without one."""
         return min((start for start, _, _ in self.segments), default=0)
 
     @property
@@ -121,7 +120,8 @@ class Sample(NoAgentDefaults):
         return max((end for _, end, _ in self.segments), default=0)
 
     def cached_by(self, step: int) -> str:
-        """Uid of the worker that still has the sample's prefix in its KV cache at policy step `step`; "" for none."""
+        """Uid of the worker that still has the sample's prefix in its KV cache while its weights are at policy step
+        `step`; "" for none."""
         return self.cache_worker if self.state is SampleState.PARTIAL and self.last_step == step else ""
 
     @property
@@ -167,7 +167,7 @@ class Sample(NoAgentDefaults):
 
     @property
     def complete_turns_length(self) -> int:
-        """Length in tokens up to the end of the last complete turn: everything that the agent has an answer for."""
+        """Length in tokens up to the end of the last complete turn: the last answer that the agent can have."""
         return self.last_turn_end(self.length)
 
     @property

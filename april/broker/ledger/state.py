@@ -37,7 +37,8 @@ DEAD_SAMPLE = "dead_sample"
 
 
 class Account(msgspec.Struct):
-    """Token account: each acknowledged token has exactly one state or discard reason. It closes if none is missing."""
+    """Token account: each acknowledged token has exactly one state or discard reason. It closes (balances) if none is
+    missing."""
 
     tokens: Counter[str] = msgspec.field(default_factory=Counter)
     """Acknowledged tokens by name: generated, evaluation, and the group states other than discarded."""
@@ -142,7 +143,7 @@ class Observer(Protocol):
 
     def record_discard(self, samples: Sequence[Sample], reason: str, kept: int) -> None:
         """Called before tokens of samples of one training group are discarded, while the samples still have them;
-        `kept`: number of leading tokens of each sample that are kept."""
+        `reason`: discard reason; `kept`: number of leading tokens of each sample that are kept."""
 
 
 class NoObserver:
@@ -212,7 +213,8 @@ class LedgerState:
         return [step for step in self.deliveries if step < self.steps.consumed and step not in self.recorded]
 
     def was_published(self, step: int, incarnation: int) -> bool:
-        """Whether weights of this version can exist. Incarnation 0 counts as published before the learner's start."""
+        """Whether a learner can have published this version: neither step nor incarnation is later than the latest of
+        the run. Incarnation 0 counts as published before the learner's start."""
         return step <= self.steps.frontier and incarnation <= max(0, self.learner.incarnation)
 
     def may_evaluate(self, version: Version) -> bool:
@@ -363,7 +365,7 @@ class LedgerState:
 
     def end_session(self, sample: Sample, superseded: list[tuple[int, int]]) -> None:
         """End an agent session: discard incomplete turns, and tokens that only an earlier execution of the agent has
-        received."""
+        received. `superseded`: see `events.AgentClosed`."""
         self.leases.revoke(sample)
         for fork, complete_turns_length, known_length in turn_ends_by_fork(sample, superseded):
             self.cut(fork, complete_turns_length, "unread")
@@ -372,7 +374,7 @@ class LedgerState:
         sample.finish_reason = "stop"
 
     def end_forks(self, sample: Sample, state: SampleState) -> None:
-        """Mark all forks of a session as ended, and remove forks without sampled tokens."""
+        """Set all forks of a session to the state `state`, done or dead, and remove forks without sampled tokens."""
         if not isinstance(sample, AgentSample):
             return
         for fork in sample.forks:
@@ -382,7 +384,8 @@ class LedgerState:
         sample.forks = tuple(fork for fork in sample.forks if fork.own_sampled_tokens)
 
     def cut(self, sample: Sample, length: int, reason: str) -> None:
-        """Discard a sample's tokens after offset `length`, the end of a turn; the sample's group must be open."""
+        """Discard, for `reason`, a sample's tokens after offset `length`, the end of a turn; the sample's group must be
+        open."""
         group = sample.group
         if sample.sampled_until > length and not group.evaluation:
             self.observer.record_discard([sample], reason, length)

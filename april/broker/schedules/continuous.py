@@ -41,8 +41,8 @@ class ContinuousSchedule(Schedule):
 
     @classmethod
     def check(cls, section: ScheduleSection) -> None:
-        """Raises ConfigError for keys that have no effect here, and for more samples in flight than the staleness bound
-        ever admits."""
+        """Raises ConfigError for keys that have no effect in this schedule, and for more samples in flight than the
+        staleness bound ever admits."""
         instead = SCHEDULES.names_where(lambda kind: kind.by_rounds and kind.dial)
         if not section.partial_rollout:
             refuse(
@@ -72,7 +72,7 @@ class ContinuousSchedule(Schedule):
     @classmethod
     def variants(cls, section: ScheduleSection) -> dict[str, Mapping[str, Any]]:
         """Settings that `april simulate` compares, with N' the groups that over-sampling opens and n samples a group:
-        N' n / 2 samples in flight, N' n, and the scenario's number; also N' n with the KV cache recomputed at each
+        N' n / 2 samples in flight, N' n, and the scenario's `in_flight`; also N' n with the KV cache recomputed at each
         weight update."""
         peak = section.over_sampled * section.n_samples_per_prompt
         counts = sorted({peak // 2, peak, section.in_flight or peak})
@@ -102,7 +102,8 @@ class ContinuousSchedule(Schedule):
         return True
 
     def floor(self, ledger: Ledger) -> int:
-        """Least policy step of a worker at which a newly opened group is not overdue already."""
+        """Least policy step of a worker that may open a group: the deadline of a group opened at an earlier step (step
+        + largest staleness) is before the next batch."""
         return max(0, ledger.steps.next - ledger.rules.max_staleness)
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
@@ -170,7 +171,8 @@ class ContinuousSchedule(Schedule):
         return ledger.account.counts[GroupState.OPEN] + len(ledger.ready) < groups_in_flight + rules.batch_groups
 
     def _open_group(self, ledger: Ledger, step: int) -> bool:
-        """Open a group for a worker at `step`, if some batch needs it soon and the bound admits it; False otherwise."""
+        """Open a group for a worker at `step`, if the remaining batches need it, `backlog` or `_flight_lacks_groups`
+        calls for it, and the bound admits it; False otherwise."""
         remaining_batches = self.section.max_steps - ledger.steps.next
         if len(ledger.ready) >= remaining_batches * ledger.rules.batch_groups:
             return False

@@ -13,8 +13,9 @@ from april.util.errors import refuse
 
 
 class RoundSchedule(Schedule):
-    """Drives a ledger round by round. A round needs N complete groups. If it opens N' > N at once, it ends at N, and
-    the next round resumes the unfinished groups first; with N' < N it opens groups in steps of N' until N are complete.
+    """Drives a ledger round by round. A round needs N complete groups, those of a batch. If it opens N' > N at once, it
+    ends at N, and the next round resumes the unfinished groups first; with N' < N it opens groups in steps of N' until
+    N are complete.
 
     A round makes the next batch. It starts when every grant of the round before is back, and ends when N complete
     groups can be delivered within the staleness bound; then all unfinished work is handed back.
@@ -25,7 +26,7 @@ class RoundSchedule(Schedule):
     def __init__(self, section: ScheduleSection, prompts: Prompts):
         super().__init__(section, prompts)
         self.exhausted = False
-        """Whether the prompts were exhausted when a group was last to be opened."""
+        """Whether no prompt was left when the schedule last tried to open a group."""
 
     @classmethod
     def groups_outlive_a_round(cls, section: ScheduleSection) -> bool:

@@ -35,8 +35,8 @@ class ScheduleFailed(ConfigError):
 
 @dataclass(frozen=True)
 class Dial:
-    """The key of [schedule] that sets how much a schedule generates at a time; `auto` and `april tune` choose its
-    value."""
+    """The key of [schedule] that sets how many samples or groups a schedule generates at a time; `auto` and `april
+    tune` choose its value."""
 
     key: str
     """Name of the key in [schedule]."""
@@ -150,11 +150,12 @@ class Schedule:
         return short and not self.finished(ledger) and self.has_no_work(ledger)
 
     def has_no_work(self, ledger: Ledger) -> bool:
-        """Whether every group is complete and no prompt is left to draw at present."""
+        """Whether every group is complete and no prompt is left to draw, unless the trainer submits more."""
         return ledger.account.counts[GroupState.OPEN] == 0 and ledger.next_prompt(self.prompts) is None
 
     def next_batch(self, ledger: Ledger) -> list[Group] | None:
-        """The groups of the next batch: N, or the remaining ones if no more will come; None while more are needed."""
+        """The groups of the next batch: as many as a batch has, or the remaining ones if no more will come; None while
+        more are needed."""
         if batch := ledger.choose_batch(ledger.rules.batch_groups):
             return batch
         if self.section.last_batch == "train" and self.all_complete(ledger):

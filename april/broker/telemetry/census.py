@@ -53,7 +53,7 @@ class QueueScanner:
         self._waiting_steps = self._ready_steps = 0
 
     def advance(self, now: float) -> None:
-        """Scan the next slice of groups, or begin a new scan if one is due."""
+        """Scan the next slice of groups, or begin a new scan, `PAUSE_S` after the end of the last."""
         if self._groups is None:
             if now < self._next_scan:
                 return

@@ -78,17 +78,19 @@ def versions_in(sample: Sample) -> set[Version]:
 
 def score_of(result: dict[str, Any], name: str) -> float | None:
     """Accuracy on the evaluation set `name`, or the reward if the accuracy is not known; None if the set was not
-    evaluated, or none of its samples could be scored."""
+    evaluated, or none of its samples could be scored. `result`: that of one evaluation, as `Recorder.record_evaluation`
+    returns it."""
     return held_out_score(sets_of(result).get(name, {}))[1]
 
 
 def is_complete(result: dict[str, Any], name: str) -> bool:
-    """Whether every prompt of the evaluation set `name` was evaluated; prompts that failed count as evaluated."""
+    """Whether every prompt of the evaluation set `name` was evaluated; prompts that failed count as evaluated.
+    `result`: as for `score_of`."""
     return not sets_of(result).get(name, {}).get("not_evaluated", 0)
 
 
 def sets_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Results of an evaluation by name of the evaluation set."""
+    """The result of an evaluation (`Recorder.record_evaluation`), split by name of the evaluation set."""
     return result.get("sets") or {HELD_OUT: result}
 
 

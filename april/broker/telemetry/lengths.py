@@ -107,7 +107,8 @@ def drift_of(cohorts: LengthCohorts) -> LengthDrift | None:
 def measure_drift(trained: list[list[int]], created: list[list[int]], seed: int = 0) -> LengthDrift:
     """Drift between trained and created groups, equally many; each group is a list of its response lengths in tokens.
 
-    Permutation test: in a random exchange, each pair of a trained and a created group swaps sides or not.
+    Permutation test: in a random exchange, each pair of a trained and a created group swaps sides or not. `seed`: seed
+    of the random exchanges.
     """
     groups = [*trained, *created]
     sizes = [len(group) for group in groups]

@@ -57,7 +57,7 @@ class StepSums(msgspec.Struct):
     """Trained tokens of conversations."""
     sft_too_long: int = 0
     sft_bad_rows: int = 0
-    """Conversations that those steps left out because they were too long or invalid."""
+    """`sft_too_long`, `sft_bad_rows`: conversations left out because they were too long, or invalid."""
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the record of a step."""
@@ -97,7 +97,7 @@ class MetricsSummary(StepSums):
     """Policy steps of the evaluations among the summed lines."""
 
     def add_line(self, record: dict[str, Any], check: LineCheck) -> None:
-        """Add the next line of metrics.jsonl to the sums."""
+        """Add the next line of metrics.jsonl, with its length and checksum, to the sums."""
         self.last_bytes, self.last_checksum = check
         self.offset += self.last_bytes
         if is_step(record):
@@ -127,7 +127,8 @@ def write_metrics_summary(metrics: Path, summary: MetricsSummary) -> None:
 
 
 def read_metrics_summary(metrics: Path, last: int) -> MetricsSummary:
-    """Read the stored sums. If there are no valid ones, or they cover steps after `last`, the result is empty."""
+    """Read the stored sums beside metrics.jsonl, whose path is `metrics`. If there are no valid ones, or they cover
+    steps after `last`, the result is empty."""
     with contextlib.suppress(OSError, msgspec.DecodeError):  # they are made anew from the lines
         summary = msgspec.json.decode(metrics.with_name(SUMMARY_FILE).read_bytes(), type=MetricsSummary)
         with metrics.open("rb") as file:
@@ -252,8 +253,8 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], Li
 
 
 def restore_steps(path: Path, offset: int, recorded: dict[int, bytes]) -> None:
-    """Insert the lines of steps, by policy step, into metrics.jsonl, each before the first later step. No line before
-    byte `offset` is about a later step."""
+    """Insert the lines `recorded` of steps, by policy step, into metrics.jsonl, each before the first later step. No
+    line before byte `offset` is about a later step."""
     log.warning("%s lacks the lines of steps %s; they are written anew", path, ", ".join(map(str, recorded)))
     data = path.read_bytes() if path.exists() else b""
     lines = io.BytesIO(data[offset:]).readlines()

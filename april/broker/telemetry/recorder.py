@@ -93,7 +93,8 @@ class Recorder:
         line_of: Callable[[Any], bytes | None] = lambda reference: None,
     ):
         """`pace`: hardware whose speed simulated engines imitate, and the factor of time; empty for real engines.
-        `line_of(reference)`: the line of a step, by its reference in the ledger; None if it is damaged."""
+        `line_of(reference)`: the line of a step, by its reference in the ledger; None if it is damaged. `run`: name of
+        the run; `started_at`: start of the broker, Unix seconds; `sinks`, `alarms`: their names."""
         self.run_dir = run_dir
         self.pace = pace
         self.sinks = Sinks(sinks, run_dir)
@@ -153,7 +154,8 @@ class Recorder:
         self._step.aborted += samples
 
     def add_move(self, phase: str) -> None:
-        """Count a migration of a straggler to another worker; `phase`: asked or done."""
+        """Count a step of the migration of a straggler to another worker; `phase`: `asked` (its worker has to hand it
+        back) or `done`."""
         self.moves[phase] += 1
         self._step.moved += phase == "done"
 
@@ -218,7 +220,7 @@ class Recorder:
 
     def _remember(self, record: dict[str, Any], first_kept: int) -> None:
         """Keep a step's record without its timeline spans; records of steps that no learner can train again are reduced
-        to sums."""
+        to sums. `first_kept`: first batch that a learner may train again."""
         step = record["step"] - 1
         self.sums.add(record)
         self.steps[step] = without_timeline(record)
@@ -310,7 +312,8 @@ class Recorder:
     ) -> dict[str, Any]:
         """Record the evaluation of policy `step` on `version`; returns its result.
 
-        `version`: None if no sample was generated. `held_slot_s`: see `Evaluations`.
+        `version`: None if no sample was generated. `evaluated`: each evaluation set with its groups. `held_slot_s`: see
+        `Evaluations`.
 
         The result holds the scores of the first set, as `describe_set` returns them. If sets have names of their own,
         `sets` holds those of each set by name.
@@ -340,7 +343,7 @@ class Recorder:
         }
 
     def write_summary(self, ledger: Ledger, state: str, now: float, data: dict[str, int]) -> None:
-        """Write summary.json; `data`: counts of the training prompts."""
+        """Write summary.json; `state`: state of the run; `data`: counts of the training prompts."""
         last = [
             self.steps[step]["reward"]
             for step in range(ledger.steps.consumed - LAST_STEPS, ledger.steps.consumed)
@@ -394,14 +397,15 @@ def same_loss(logged: float | None, replayed: float) -> bool:
 
 
 GAP_FIGURES = {"tokens", "mean", "largest", "age"}
-"""Figures about each worker's log-probability gap, in learner metrics named ENGINE_GAP_PREFIX + FIGURE + _ + WORKER."""
+"""Figures about each worker's log-probability gap to the learner (number of tokens compared; mean and largest gap; age
+of the weights that sampled them, in policy steps), in learner metrics named ENGINE_GAP_PREFIX + FIGURE + _ + WORKER."""
 
 Figures = dict[str, float]
 
 
 def split_gaps(learner: Figures, step: int) -> tuple[dict[str, Figures], Figures]:
-    """Split the learner's metrics of batch `step` into the gap figures of each worker, with the policy step they refer
-    to, and the other metrics."""
+    """Split the learner's metrics of batch `step` into figures on the log-probability gap of each worker, with the
+    policy step whose tokens they compare, and the other metrics."""
     gaps: dict[str, Figures] = {}
     for name, value in learner.items():
         if name.startswith(ENGINE_GAP_PREFIX):

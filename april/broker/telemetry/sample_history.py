@@ -66,8 +66,8 @@ class GroupHistory:
             self.fork_spans[sample.index, sample.fork_number] = spans
 
     def end(self, sample: Sample, now: float, length: int, how: str, kinds: Sequence[int] = range(len(KINDS))) -> None:
-        """End the newest span of each of these kinds, if it has not ended; `length`: response length in tokens at its
-        end."""
+        """End the newest span of each of `kinds` (indices in `KINDS`), if it has not ended. `length`: response length
+        in tokens at its end; `how`: one of `ENDS`."""
         spans = self.spans_of(sample)
         for kind in kinds:
             at = next((at for at in range(len(spans) - SPAN.size, -1, -SPAN.size) if spans[at] == kind), None)
@@ -142,7 +142,8 @@ class SampleHistory:
             yield wire.SampleSpan(KINDS[kind], name_of(self._holders[holder]), began, ended, start, end, ENDS[how])
 
     def sample_head(self, sample: Sample, reward: float) -> wire.SampleHead:
-        """Build the description of a sample or a fork that the learner gets with its tokens."""
+        """Build the description of a sample or a fork that the learner gets with its tokens. `reward`: that of the
+        sample."""
         session = sample.session_sample
         return wire.SampleHead(
             sample.index,
@@ -279,14 +280,15 @@ class SampleHistory:
         )
 
     def _begin(self, sample: Sample, kind: int, holder: str, now: float, length: int) -> None:
-        """Begin a span of a sample; a span of the same kind that has not ended ends as void."""
+        """Begin a span of a sample, whose response has `length` tokens; a span of the same kind that has not ended ends
+        as void."""
         if history := self._training_history(sample.group):
             history.end(sample, now, length, "void", [kind])
             span = SPAN.pack(kind, 0, self._holder_index(holder), now, now, length, length)
             history.set_spans(sample, history.spans_of(sample) + span)
 
     def _end(self, sample: Sample, kind: int, now: float, length: int, how: str) -> None:
-        """End the newest span of this kind, if it has not ended."""
+        """End the newest span of this kind, if it has not ended; `length`, `how`: as for `GroupHistory.end`."""
         if history := self._training_history(sample.group):
             history.end(sample, now, length, how, [kind])
 

@@ -123,8 +123,8 @@ def evaluation_metrics(result: dict[str, Any]) -> dict[str, float]:
 
 
 def scalars(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """All numbers in nested mappings, except those named by step (`NAMED_BY_STEP`), by their keys joined with
-    slashes."""
+    """All numbers in nested mappings, except those named by step (`NAMED_BY_STEP`), by their keys joined with slashes.
+    `prefix`: beginning of every key."""
     found: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, dict):
@@ -190,7 +190,7 @@ class BackgroundSink(Sink):
         """Open a run at the service, or resume it after a restart of the broker."""
 
     def write(self, step: int, time: float, figures: dict[str, float]) -> None:
-        """Write the metrics of a trained step or of an evaluation; `time`: Unix seconds."""
+        """Write the metrics `figures` of a trained step or of an evaluation; `time`: Unix seconds."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -225,8 +225,8 @@ class BackgroundSink(Sink):
             raise self._error
 
     def _write(self, step: int, time: float, figures: dict[str, float]) -> None:
-        """Write an entry. If the service refuses its metrics' names, plain names are used for it and for all later
-        entries."""
+        """Write an entry, as `write` does. If the service refuses its metrics' names, plain names are used for it and
+        for all later entries."""
         plain = plain_names(figures)
         if self._needs_plain_names or plain.keys() == figures.keys():
             return self.write(step, time, plain)

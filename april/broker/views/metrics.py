@@ -76,7 +76,8 @@ class MetricSpec:
 def of_status(
     kind: Literal["gauge", "counter"], help: str, read: Callable[[RunStatus], Values], *labels: str
 ) -> MetricSpec:
-    """A metric whose values come from the run's status."""
+    """A metric whose values come from the run's status. `read`: function that returns the values; `labels`: names of
+    their labels."""
     return MetricSpec(kind, help, lambda snapshot: read(snapshot.run), labels)
 
 
@@ -316,7 +317,7 @@ def newest_evaluation(run: RunStatus) -> dict[str, Any]:
 
 
 def acknowledged_per_second(run: RunStatus, before: RunStatus | None) -> dict[str, float]:
-    """Tokens acknowledged per second between two statuses, by name of the workers that are in both."""
+    """Tokens acknowledged per second between two statuses, by name of the worker, for the workers that are in both."""
     known = {worker.uid: worker.acknowledged for worker in before.workers} if before else {}
     return {
         worker.name: (worker.acknowledged - known[worker.uid]) / (run.at - before.at)
@@ -341,7 +342,7 @@ PAUSE_REASONS = {
 
 def judge_health(run: RunStatus, pass_age_s: float, stuck_after_s: float) -> tuple[bool, dict[str, Any]]:
     """Judge the broker's health: (healthy, body of /health). `pass_age_s`: seconds since the last pass of the broker's
-    loop."""
+    loop. `stuck_after_s`: seconds without a pass after which the loop counts as stuck."""
     if pass_age_s > stuck_after_s:
         problem = (
             f"the broker's loop has not come round for {pass_age_s:.0f} s; its disk may hang, or it may be stopped"
@@ -393,7 +394,7 @@ class Exporter:
     """
 
     def __init__(self, host: str, port: int, stuck_after_s: float, host_names: Iterable[str] = ()):
-        """`host_names`: further names by which clients address the server."""
+        """`host_names`: further names by which clients address the server. `stuck_after_s`: as for `judge_health`."""
         self.stuck_after_s = stuck_after_s
         self.snapshot: MetricsSnapshot | None = None
         self.passed_at = clock.now()
@@ -405,8 +406,8 @@ class Exporter:
         PartThread("http", self._server.serve_forever).start()
 
     def passed(self, now: float, take_snapshot: Callable[[RunStatus | None], MetricsSnapshot]) -> None:
-        """Record the time of a pass of the broker's loop, and take a metrics snapshot if one is due: `take_snapshot` is
-        called with the status in the last one."""
+        """Record the time of a pass of the broker's loop, and take a metrics snapshot every `SNAPSHOT_S`:
+        `take_snapshot` is called with the status in the last one."""
         self.passed_at = now
         if now >= self._next_snapshot:
             self.snapshot = take_snapshot(self.snapshot and self.snapshot.run)

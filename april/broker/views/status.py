@@ -41,7 +41,7 @@ class WorkerStatus(HolderStatus, frozen=True, kw_only=True):
     slots: int
     """Samples that the worker generates at once: its capacity without the samples that it prefetches."""
     tokens_per_s: float
-    """Tokens accepted from the worker per second, in the last seconds."""
+    """Tokens accepted from the worker per second, over the last `SPEED_WINDOW_S` seconds."""
     acknowledged: int
     """Tokens that the broker has acknowledged to the worker as on disk."""
     gap: dict[str, float] | None
@@ -73,7 +73,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Policy step: number of batches that the learner has consumed."""
     max_steps: int
     delivered: int
-    """Batches handed to the learner."""
+    """Number of batches made so far: the learner has trained them or may fetch them."""
     durable: int
     """Policy step of the learner's newest checkpoint."""
     replays: dict[str, int]
@@ -85,7 +85,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     length_drift: dict[str, Any] | None
     engine_gaps: dict[str, dict[str, float]]
-    """Figures on how far a worker's log-probabilities are from the learner's, by worker, in the newest step."""
+    """Gap between a worker's and the learner's log-probabilities of the same tokens (`mean` and `largest`, nats), their
+    number (`tokens`), and their policy step, by worker, in the newest step."""
     evaluation: list[dict[str, Any]]
 
     round: int
@@ -93,14 +94,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups_needed: int
     groups_open: int
     groups: dict[str, int]
-    """Number of training groups that are open, ready and delivered."""
+    """Number of training groups by state: open, ready, delivered."""
     groups_discarded: dict[str, int]
     partials_waiting: int
     leases: int
     leased: int
-    """Leases to generate training samples."""
+    """Number of leases under which training samples are generated."""
     evaluating: int
-    """Leases to generate evaluation samples."""
+    """Number of leases under which evaluation samples are generated."""
     resumed: dict[str, int]
     moves: dict[str, int]
     drain: str
@@ -306,7 +307,8 @@ def steps_left(context: BrokerContext) -> int:
 
 
 def eta_s(step_times: Sequence[float], steps_left: int) -> float | None:
-    """Estimated seconds for the remaining steps, at the speed of the newest ones; None before two steps."""
+    """Estimated seconds for the remaining steps, at the speed of the newest steps, trained at `step_times` (seconds);
+    None before two steps."""
     if len(step_times) < 2:
         return None
     step_s = (step_times[-1] - step_times[0]) / (len(step_times) - 1)
@@ -317,11 +319,11 @@ def eta_s(step_times: Sequence[float], steps_left: int) -> float | None:
 
 
 MOST_GROUPS = 64
-"""Most groups described; the groups closest to complete come first."""
+"""Most groups that `Bottleneck` describes; the groups closest to complete come first."""
 MOST_SAMPLES = 8
-"""Most samples described of a group; the longest come first."""
+"""Most samples that `Bottleneck` describes of a group; the longest come first."""
 MOST_SILENT = 32
-"""Most silent leases described; those that expire next come first."""
+"""Most silent leases that `Bottleneck` describes; those that expire next come first."""
 RENEWALS_MISSED = 0.5
 """Share of `broker.lease_s` without a renewal after which a lease counts as silent."""
 HOLDER_FIGURES = ("groups", "samples", "scoring", "tool", "tokens", "for_s")
@@ -339,7 +341,7 @@ class Bottleneck:
         }
 
     def describe(self) -> dict[str, Any]:
-        """The bottleneck with the keys of `standing` in the status."""
+        """The bottleneck as plain data for JSON, which the status has under the key `standing`."""
         ledger, steps, learner = self.ledger, self.ledger.steps, self.context.peers.learner()
         unfinished = [
             group

@@ -107,7 +107,8 @@ def is_wanted(run: str) -> bool:
 
 
 def scale_to_zero(run: str, failed: bool) -> str:
-    """Scale the run's pods to zero, the broker's own last; returns an error text, empty on success."""
+    """Scale the run's pods to zero, the broker's own last; returns an error text, empty on success. `failed`: the run
+    has failed, so that the learner's Job is suspended too."""
     wanted: list[tuple[str, dict]] = [(f"apps/v1/deployments/{run}-{role}/scale", ZERO_REPLICAS) for role in HOLDERS]
     if failed:
         wanted.append((f"batch/v1/jobs/{run}-learner", {"spec": {"suspend": True}}))
@@ -117,8 +118,8 @@ def scale_to_zero(run: str, failed: bool) -> str:
 
 
 def patch(path: str, change: dict) -> str:
-    """Patch a Kubernetes object; returns an error text, empty on success. A missing object is no error: it has no
-    pods."""
+    """Apply `change`, a merge patch, to the Kubernetes object `path`; returns an error text, empty on success. A
+    missing object is no error: it has no pods."""
     try:
         ask("PATCH", path, change).close()
     except urllib.error.HTTPError as error:
@@ -129,8 +130,8 @@ def patch(path: str, change: dict) -> str:
 
 
 def ask(method: str, path: str, change: dict | None = None) -> http.client.HTTPResponse:
-    """Send a request to the Kubernetes API about an object GROUP/VERSION/KIND/NAME. Raises OSError, or its subclass
-    HTTPError."""
+    """Send a request to the Kubernetes API about the object `path`, GROUP/VERSION/KIND/NAME. `method`: of HTTP;
+    `change`: the request's body. Raises OSError, or its subclass HTTPError."""
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
     group, version, kind, name = path.split("/", 3)
     namespace = (ACCOUNT / "namespace").read_text().strip()

@@ -93,7 +93,7 @@ def shell_command(*parts: str | Path) -> str:
 
 def check_launch(config: Config, needs_keys: bool) -> None:
     """Raises ConfigError for a configuration that cannot be launched. `needs_keys`: the parts run on several machines,
-    and the run's folder cannot be written here, so that its keys have to be made before."""
+    and this machine cannot write the run's folder, so that the user has to make the keys before."""
     launch, ranks = config.launch, config.learner.ranks
     if config.devices.share:
         refuse(
@@ -204,8 +204,8 @@ def last_lines(path: Path, count: int = 20) -> str:
 
 
 def ask(command: Sequence[str], text: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command of the cluster and return its output. Raises ConfigError with the command's own message if it
-    fails."""
+    """Run a command of the cluster and return its output. `text`: its standard input; `environment`: its environment,
+    None for this process's. Raises ConfigError with the command's own message if it fails."""
     try:
         result = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environment

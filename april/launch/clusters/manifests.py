@@ -108,7 +108,8 @@ def k8s_object(values: Values, api: str, kind: str, name: str, labels: Any = Non
 
 
 def service(values: Values, role: str, ports: Mapping[str, Any]) -> Object:
-    """Headless Service that gives pods DNS names; without a cluster IP, weight channels can use any port."""
+    """Headless Service that gives the pods of a `role` DNS names; without a cluster IP, weight channels can use any
+    port. `ports`: number of each named port."""
     entries = [{"name": name, "port": port} for name, port in ports.items()]
     pods = selector(values, role)["matchLabels"]
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": pods, "ports": entries}
@@ -231,7 +232,8 @@ def labelled_object(values: Values, api: str, kind: str, part: str, spec: Object
 
 
 def pod_template(values: Values, part: str, command: list[str], probes: Object | None = None) -> Object:
-    """Template of a part's pods."""
+    """Template of a part's pods. `command`: the container's, without options for restarts and keys; `probes`: its
+    probes."""
     container = {
         "name": part,
         "image": values("image"),

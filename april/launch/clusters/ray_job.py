@@ -116,7 +116,8 @@ class Job:
         environment: Mapping[str, str] | None = None,
         on: tuple[Any, int] | None = None,
     ) -> None:
-        """Start an actor with the resources `needs`; `on`: (placement group, bundle index)."""
+        """Start the part `name`, a shell `script` with these environment variables, in an actor with the resources
+        `needs` (Ray's names and amounts). `on`: (placement group, bundle index); None: anywhere."""
         options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "memory": needs.get("memory", 0)}
         if on:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(on[0], placement_group_bundle_index=on[1])
@@ -127,7 +128,8 @@ class Job:
         self.location_requests[actor.location.remote()] = name
 
     def apply_orders(self, orders: Mapping[str, Any]) -> None:
-        """Carry out the requests in the run folder: stop, or change the number of workers."""
+        """Carry out `orders`, the requests read from the run folder: "stop" (whether to), and the wanted number of
+        workers."""
         alive = [name for name in self.running.values() if name.startswith(f"{WORKER}-")]
         if orders["stop"] and BROKER not in self.locations:
             sys.exit("the run was stopped before its resources were available")
@@ -147,7 +149,8 @@ class Job:
             self.start(f"{WORKER}-{index}", part["script"], part["needs"])
 
     def poll(self, wait_s: float) -> None:
-        """Collect ended parts and the locations of the others, and write the report."""
+        """Collect ended parts, for one of which it waits up to `wait_s`, and the locations of the others, and write the
+        report."""
         ended, _ = ray.wait(list(self.running), timeout=wait_s)
         for reference in ended:
             name = self.running.pop(reference)

@@ -62,8 +62,8 @@ class Shells(Launcher):
     def _next_placement(
         self, role: str, index: int, others: Collection[Placement], excluded: Collection[str] = ()
     ) -> Placement:
-        """Placement of one more part, given those of the others; no machine in `excluded` is used. Raises
-        ConfigError."""
+        """Placement of the part number `index` of a `role`, given those of the `others`; no machine in `excluded` is
+        used. Raises ConfigError."""
         hosts = self.hosts[self.layout.config.launch.learner_nodes :] or self.hosts
         answering = [host for host in hosts if host not in excluded]
         if not answering:

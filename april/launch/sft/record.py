@@ -80,8 +80,8 @@ class SftRecord:
         self._write_summary("running")
 
     def evaluated(self, step: int, sets: dict[str, dict[str, float]]) -> None:
-        """Record the figures of held-out rows, by the name of their set, under weights `step`. An evaluation that is
-        known already is not recorded again."""
+        """Record the figures of held-out rows, by the name of their set, under weights `step`. An evaluation of the
+        same step is not recorded a second time."""
         if step in self.evaluations:
             return
         first, now = next(iter(sets.values())), round(clock.now(), 3)

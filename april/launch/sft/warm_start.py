@@ -35,11 +35,11 @@ class Recipe:
     hidden_size: int = 128
     layers: int = 3
     easy: int = 800
-    """Demonstrations of easy tasks, whose multiplier K (`ArithmeticTask.times`) is 2, 3 or 4."""
+    """Error-free demonstrations of easy tasks, in total: their multiplier K (`ArithmeticTask.times`) is 2, 3 or 4."""
     clean: int = 3200
-    """Error-free demonstrations of tasks of every multiplier K."""
+    """Error-free demonstrations, in total; each task's multiplier K is drawn from its whole range."""
     noisy: int = 1600
-    """Demonstrations with errors of tasks of every multiplier K."""
+    """Demonstrations with deliberate errors (`april.data.arithmetic.HABITS`), in total; K as for `clean`."""
     revision: int = 4
     """Revision of the warm start's code, increased whenever the same recipe gives another policy."""
 
@@ -63,7 +63,8 @@ def make_policy(
 
 
 def trained(file: Path, recipe: Recipe, seed: int, training: Path, folder: Path, log: Callable[[str], None]) -> int:
-    """Train a policy in the folder `training`, and move it to `folder`; returns its number of parameters."""
+    """Train a policy in the folder `training`, and move it to `folder`; returns its number of parameters. `file`: the
+    configuration; `log`: shows a line. Raises ConfigError if the training fails."""
     model, rows = build_model(recipe.hidden_size, recipe.layers, seed), training / "demonstrations.jsonl"
     transformers.utils.logging.disable_progress_bar()
     save_policy(model, training / "start")

@@ -86,7 +86,7 @@ class Backend(ABC):
 
     def backward(self, micros: Iterable[MicroBatch], loss: Loss, seconds: Seconds = untimed) -> None:
         """Accumulate the gradients of the summed losses of the micro-batches; `loss` is called once for each, in order,
-        on every rank. Collective."""
+        on every rank. `seconds` times the phases "forward_s" and "backward_s". Collective."""
         for index, micro in enumerate(micros):
             MAIN.again()
             with seconds("forward_s"):

@@ -83,15 +83,17 @@ DIVERGENCES = Registry(
 """Divergences of the policy from a teacher: over the whole vocabulary, or, with `over_top_k`, over its top k ids."""
 
 ATTRIBUTES = ("clip_of_batch", "needs_norms", "needs_parts", "needs_values", "over_the_batch", "over_top_k")
-"""Attributes by which a part says what it takes; of a callable object they may be its class's."""
+"""Names of attributes by which a function in a registry says which arguments it takes; a callable object may have them
+from its class."""
 
 
 # --- what parts return ------------------------------------------------------------------------------------------------
 
 
 def find_checked(registry: Registry, name: str, section: AlgorithmSection) -> Callable[..., Any]:
-    """The part called `name`, which gets its keyword-only parameters from `section`. A note on the exceptions of a
-    user's own names it, and a result of another kind or shape than the loss takes raises ConfigError."""
+    """The function called `name` in a registry, with its keyword-only parameters bound to the values in `section`. An
+    exception that a user-defined one raises gets a note with its key and name; a result of another kind or shape than
+    the loss takes raises ConfigError."""
     found = registry.find(name)
     part = bound(found, section)
     if name in registry.shipped:
@@ -157,7 +159,8 @@ FAULTS = {
     DISTILLATIONS.key: lambda result, arguments: column_fault(result, arguments[0]),
     DIVERGENCES.key: divergence_fault,
 }  # fmt: skip
-"""Function that says what is wrong with a part's result, empty if nothing is, by the key that names the part."""
+"""By configuration key of a registry: function (result, arguments) -> what is wrong with the result of one of its
+functions; "" if nothing is."""
 
 
 def column_fault(found: Any, like: Any) -> str:

@@ -125,8 +125,7 @@ def balanced_clip(tokens: StaleTokens, clip: Clip, section: AlgorithmSection) ->
     ratio = probability_ratio(tokens.logprobs, tokens.proximal_logprobs).double()
 
     def below_target(lower: float, upper: float) -> bool:
-        """Whether under these clip bounds the positive advantages contribute less than the share `bapo_target` of the
-        negative ones."""
+        """Whether P < bapo_target N (see `balanced_clip`) if ratios are clipped below `lower` and above `upper`."""
         positive = (ratio.clamp(max=upper) * tokens.advantages).clamp(min=0).sum()
         negative = (ratio.clamp(min=lower) * -tokens.advantages).clamp(min=0).sum()
         return tokens.ranks.total(positive - section.bapo_target * negative).item() < 0

@@ -51,8 +51,8 @@ def check_optimizer(section: LearnerSection) -> None:
 
 
 def check_installed(learner: LearnerSection, adapter: LoraSection) -> None:
-    """Raises ConfigError where torch is missing, or the package of the optimizer or of the base: on the learner's
-    machines."""
+    """Raises ConfigError if torch, or the package that `learner.optimizer` or `lora.base` needs, is not installed. To
+    be called on the learner's machines."""
     if find_spec("torch") is None:
         raise ConfigError("torch is not installed; `pip install 'april-rl[learner,worker]'`")
     for key, value in (("learner.optimizer", learner.optimizer), ("lora.base", adapter.base)):

@@ -14,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 NUMBERS = dict(zip(MOMENTS, "12", strict=True))
 """Number by which bitsandbytes names each moment."""
 BLOCK = 256
-"""Values that share a scale."""
+"""Number of consecutive values of an 8-bit moment that share a scale."""
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter], lr: float, section: LearnerSection) -> torch.optim.AdamW:
@@ -44,7 +44,8 @@ class AdamW8bit(ShardOptimizer):
         from bitsandbytes.optim import AdamW8bit as BitsAndBytes
 
         self._to_load: dict[nn.Parameter, dict[str, Tensor]] = {}
-        """Moments in fp32 by parameter, between `restore` and `loaded`."""
+        """Moments in fp32 by parameter, into which a checkpoint is loaded after `restore`; empty once `loaded` has
+        taken them over."""
         return BitsAndBytes(shards, lr=lr, betas=section.betas, weight_decay=section.weight_decay)
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:

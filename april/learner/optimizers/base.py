@@ -125,7 +125,7 @@ class ShardOptimizer(PartOptimizer):
             self.inner.state[shard] = count | self.zeros(placed)
 
     def zeros(self, shard: Tensor) -> dict[str, Tensor]:
-        """Moments of a shard that has had no gradient yet."""
+        """Zero moments, by name, of the shape of `shard`, as before the first step."""
         return {name: torch.zeros_like(shard) for name in self.names}
 
     def tensors(self) -> Iterator[Tensor]:

@@ -40,10 +40,11 @@ transformers' pass and the same in float64. When the learner repeats a pass, onl
 ROUNDED = 0.5
 """Largest mean difference, nats, that rounding to bfloat16 may make of log-probabilities."""
 SMALL = 1e-3
-"""Gradients are compared relative to no less than this part of the model's largest."""
+"""A difference of gradients is divided by the largest value of their tensor, but by no less than this share of the
+largest value of all gradients."""
 ALIKE = (1e-3, 1e-5)
-"""Relative differences of a module's output in two passes below which the module is not blamed for a difference between
-the passes, if another one can be."""
+"""Relative tolerances, tried in turn: a module whose outputs in two passes differ by less is not named as the cause of
+a difference between the passes."""
 TRIED_PARAMETERS, DEEP_PARAMETERS = 100_000_000, 50_000_000
 """Parameters up to which a model is tried at its true width, which takes 5 s on a core, and up to which it then has
 at least LAYERS layers."""
@@ -369,8 +370,8 @@ def random_model(config: PreTrainedConfig, most: int = TRIED_PARAMETERS) -> PreT
 
 
 def reduced(config: PreTrainedConfig, depth: int, divisor: int = 1) -> PreTrainedConfig:
-    """A configuration with the same features, its first `depth` layers, fewer tokens and experts, short windows, and
-    widths that are divided."""
+    """A configuration with the same features, its first `depth` layers, a smaller vocabulary, fewer experts, short
+    windows, and widths divided by `divisor`."""
     layers = next((n for key in DEPTHS if (n := getattr(config, key, None))), 0)
     is_tower = hasattr(config, "patch_size")
     depth = LAYERS if is_tower else depth
@@ -410,7 +411,8 @@ DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
 
 
 def reduced_value(name: str, value: Any, depth: int, divisor: int) -> int | None:
-    """A smaller value for a key of a configuration; None where it stays."""
+    """A smaller value for the key `name` of a configuration; None if its value stays. `depth`: number of layers to
+    keep. `divisor`: what widths are divided by."""
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     if name in DEPTHS:
@@ -431,6 +433,6 @@ def reduced_value(name: str, value: Any, depth: int, divisor: int) -> int | None
 
 
 def window_of(name: Any, value: Any) -> int | None:
-    """A short value for a key with a window's length; None for another key."""
+    """At most `WINDOW` for a key whose value is a window's length in tokens; None for another key."""
     is_window = isinstance(name, str) and WINDOWS.search(name) and type(value) is int
     return min(value, WINDOW) if is_window else None

@@ -129,7 +129,8 @@ def build_model(recipe: CountingRecipe, seed: int) -> Qwen3VLForConditionalGener
 def warm_start(
     model: Qwen3VLForConditionalGeneration, recipe: CountingRecipe, seed: int, log: Callable[[str], None]
 ) -> None:
-    """Train the model in place for `recipe.steps` steps. Reproducible on one CPU thread."""
+    """Train the model in place for `recipe.steps` steps. `seed`: of the demonstrations. `log` is called with lines on
+    progress. Reproducible on one CPU thread."""
     started, size = time.monotonic(), recipe.batch_tokens // len(prompt_ids("R"))
     inner = [each for each in model.model.parameters() if each.ndim == 2 and min(each.shape) >= 32]
     inner_ids = {id(each) for each in inner}
@@ -182,7 +183,8 @@ def token_loss(model: Qwen3VLForConditionalGeneration, tokens: Tensor, targets: 
 
 
 def batches(recipe: CountingRecipe, seed: int, size: int) -> Iterator[Batch]:
-    """Endless batches; after `recipe.clean_steps` some demonstrations guess, as `recipe.p_guess` says."""
+    """Endless batches of `size` demonstrations; after `recipe.clean_steps` batches the share `recipe.p_guess` of them
+    guesses."""
     random, step = Random(seed), 0
     tasks = draw_tasks("train", random)
     while True:
@@ -192,7 +194,8 @@ def batches(recipe: CountingRecipe, seed: int, size: int) -> Iterator[Batch]:
 
 
 def guess_of(task: CountingTask, random: Random, chance: float) -> int | None:
-    """A wrong count, in place of the demonstration that counts; None for that one."""
+    """With the probability `chance` a wrong count, for a demonstration that guesses; otherwise None, for one that
+    counts."""
     if random.random() >= chance:
         return None
     return random.choice([count for count in range(LARGEST_COUNT + 1) if count != int(task.answer)])

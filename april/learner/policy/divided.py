@@ -71,7 +71,7 @@ class Meeting:
         self.barrier, self.tensors = Barrier(size, timeout=MEETING_S), [torch.empty(0)] * size
 
     def all_of(self, tensor: Tensor, rank: int) -> list[Tensor]:
-        """The tensors of all threads, once each has given its own."""
+        """The tensors of all threads, by their ranks; waits until each thread has given its own."""
         self.tensors[rank] = tensor
         self.barrier.wait()
         found = list(self.tensors)

@@ -18,9 +18,10 @@ RECORD = "warm_start.json"
 def make_once(
     out_dir: Path, made_from: dict[str, Any], make: Callable[[Path], int], log: Callable[[str], None]
 ) -> Path:
-    """Return the folder of a policy; if it does not exist, creates it with a record of what it was made from. `make`
-    writes the policy to a folder, and returns its number of parameters. `out_dir` appears only once it is complete.
-    Raises ConfigError if `out_dir` holds something else."""
+    """Return the folder of a policy; if it does not exist, creates it with a record of what it was made from.
+    `made_from`: recipe and seed, for the record; a folder with another record is made anew. `make` writes the policy to
+    a folder, and returns its number of parameters. `out_dir` appears only once it is complete. Raises ConfigError if
+    `out_dir` holds something else."""
     if holds(out_dir, made_from):
         return out_dir
     refuse_foreign(out_dir)
@@ -41,7 +42,7 @@ def make_once(
 
 
 def holds(out_dir: Path, made_from: dict) -> bool:
-    """Whether `out_dir` holds a finished policy made from this recipe and seed."""
+    """Whether `out_dir` holds a finished policy whose record equals `made_from`, its recipe and seed."""
     record = out_dir / RECORD
     if not record.is_file():
         return False
@@ -50,6 +51,6 @@ def holds(out_dir: Path, made_from: dict) -> bool:
 
 
 def refuse_foreign(out_dir: Path) -> None:
-    """Raises ConfigError unless `out_dir` is missing, empty, or the folder of such a policy."""
+    """Raises ConfigError unless `out_dir` is missing, empty, or the folder of a policy with the file `RECORD`."""
     if out_dir.exists() and not (out_dir / RECORD).is_file() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"{out_dir} holds something else than a quickstart policy; give an empty or a new folder")

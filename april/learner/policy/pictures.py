@@ -38,7 +38,8 @@ def reader_of(config: PreTrainedConfig) -> PixelReader:
 
 
 def images_of(lm: nn.Module, sequence: Tensor) -> tuple[bytes, ...]:
-    """The image of each run of placeholders: two tokens high if their number is even, otherwise one."""
+    """The image, a PNG, of each run of placeholders in the token ids `sequence`: two tokens high if the run has an even
+    number of placeholders, otherwise one token high."""
     if tower(lm) is None:
         return ()
     runs = [len(list(run)) for is_image, run in groupby((sequence == lm.config.image_token_id).tolist()) if is_image]
@@ -47,7 +48,7 @@ def images_of(lm: nn.Module, sequence: Tensor) -> tuple[bytes, ...]:
 
 
 def noise(side: int, rows: int, tokens: int) -> bytes:
-    """A PNG of noise with `rows` rows of tokens of `side` pixels squared."""
+    """A PNG of noise for `tokens` tokens in `rows` rows; a token is a square with sides of `side` pixels."""
     shape = rows * side, tokens // rows * side, 3
     return png_of(np.random.default_rng(tokens).integers(256, size=shape, dtype=np.uint8))
 

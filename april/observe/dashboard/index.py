@@ -212,7 +212,7 @@ def missing_value(kind: np.dtype) -> Any:
 
 
 def read_columns(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str, list[str | None]]]:
-    """(numeric columns, text columns) of a file."""
+    """(numeric columns, text columns), by name, of the file of samples of a `step`."""
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(path) as file:
@@ -244,7 +244,7 @@ def read_columns(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str
 
 
 def nested_paths(file: Any) -> list[str]:
-    """Parquet paths of NESTED_FIELDS."""
+    """Paths of NESTED_FIELDS in an open Parquet `file`; fields that it lacks are left out."""
     paths = [file.schema.column(position).path for position in range(len(file.schema.names))]
     return [path for path in paths if path.split(".")[-1] in NESTED_FIELDS.get(path.split(".")[0], ())]
 
@@ -289,7 +289,8 @@ def numbers(table: Any, name: str, kind: Any) -> np.ndarray:
 
 
 def segment_columns(column: Any, step: int) -> dict[str, np.ndarray]:
-    """The columns that follow from the samples' segments: `tokens`, `versions`, `oldest`, `newest`, `staleness`."""
+    """The columns that follow from the samples' segments: `tokens`, `versions`, `oldest`, `newest`, `staleness`.
+    `column`: the lists of segments; `step`: that of their file, numbered as in metrics.jsonl."""
     counts, flat = flatten_lists(column)
     starts, ends, steps = (flat.field(name).to_numpy(zero_copy_only=False) for name in ("start", "end", "step"))
     tokens, versions = np.zeros(len(counts), np.int32), np.zeros(len(counts), np.int16)
@@ -309,7 +310,7 @@ def segment_columns(column: Any, step: int) -> dict[str, np.ndarray]:
 
 
 def text_digests(column: Any) -> np.ndarray:
-    """A digest of each text, uint64 [rows]."""
+    """A digest of each text of a column, uint64 [rows]."""
     import pyarrow as arrow
 
     encoded = column.cast(arrow.binary()).combine_chunks().dictionary_encode()

@@ -160,7 +160,8 @@ def select_front(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: i
 
 
 def ascending_keys(values: np.ndarray, descending: bool) -> np.ndarray:
-    """Sort keys in ascending order, NaN last. May change `values`, which has to be a copy."""
+    """Sort keys, float64, whose ascending order is that of `values`, or the reverse if `descending`; NaN comes last.
+    May change `values`, which has to be a copy."""
     values = values.astype(np.float64, copy=False)
     if descending:
         np.negative(values, out=values)

@@ -93,7 +93,8 @@ BINS_PER_DOUBLING = 4
 
 def lengths(run: RunFolder, steps: Steps, which: str) -> dict[str, Any] | None:
     """Distribution of the `created` or `trained` responses' lengths over all steps: `edges` [n + 1], the logarithms to
-    base 2 of tokens, and `shares` [n + 1] of samples in a quarter of a doubling; the last is 0. None without any."""
+    base 2 of tokens, and `shares` [n + 1] of samples in a quarter of a doubling; the last is 0; and their `mean`. None
+    without responses. `which`: "created" (all that were generated) or "trained"."""
     found = length_density(steps.histogram(f"lengths.{which}_histogram"))
     if found is None:
         return None

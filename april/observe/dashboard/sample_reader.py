@@ -181,8 +181,8 @@ def read_sample(run_dir: Path, step: int, position: int, model: Path, token_text
 
 
 def turns_of(row: dict[str, Any], length: int) -> list[dict[str, Any]]:
-    """Spans of the response by speaker, `policy` or `other`, derived from the segments for files without a turns
-    column."""
+    """Spans of the response by speaker, `policy` or `other`, derived from the `row`'s segments, for files without a
+    turns column. `length`: tokens of the response."""
     spans: list[dict[str, Any]] = []
     offset = 0
     for segment in row["segments"] or []:

@@ -82,7 +82,8 @@ class Steps:
         self.alarms: dict[int, list[dict[str, str]]] = {}
         """Alarms by step, for steps in which alarms were raised."""
         self._engine_gaps: dict[str, dict[str, Any]] = {}
-        """The largest differences between learner and engine on fresh tokens so far, by worker."""
+        """By worker, the largest differences so far between the learner's and the engine's log-probabilities of tokens
+        of age 0 (sampled with the learner's own weights)."""
         self._rows: dict[int, int] = {}
         """Index of each step's row in the columns, by step."""
         self._line_offsets: array[int] = array("q")

@@ -11,7 +11,7 @@ SOURCE_REWARD = "reward_source_"
 """Prefix of the learner's figures that are the mean reward of a source, whose number follows."""
 
 WORST_ENGINES = 3
-"""Maximum number of workers named in `engine_gaps`, those with the largest gap first."""
+"""Maximum number of workers named in `engine_gaps`: those with the largest difference of log-probabilities (nats)."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def max_steps(run: RunFolder) -> int | None:
 
 
 def first_to_last_3(run: RunFolder, figure: str) -> str:
-    """A figure of the first step and its mean over the last three, as summary.json has them."""
+    """Text: a figure in the first step and its mean over the last three steps. `figure`: its key in summary.json."""
     return first_to_last(dig(run.summary, figure, "first"), dig(run.summary, figure, "last3"))
 
 
@@ -157,7 +157,8 @@ def accuracy(run: RunFolder) -> str:
 
 
 def measure_of(points: list[dict]) -> str:
-    """Measure of evaluations: accuracy if it is known which responses were correct, otherwise reward."""
+    """Measure of the evaluations `points`: "accuracy" if the newest one says which responses were correct, otherwise
+    "reward", or "loss" in a supervised run."""
     return held_out_score(points[-1])[0] if points else "accuracy"
 
 
@@ -186,8 +187,8 @@ def evaluation_cost(run: RunFolder) -> str:
 
 
 def paced(run: RunFolder) -> str:
-    """Text about paced (simulated) engines: the hardware whose speed they imitate, and the share of engine steps that
-    were slower than that hardware."""
+    """Text about paced engines (`engine.pace`): the hardware whose speed they imitate, and the share of engine steps
+    that were slower than on that hardware."""
     hardware, reports = run.summary.get("pace"), run.pace
     if not hardware:
         return ""
@@ -225,7 +226,8 @@ def conversations(run: RunFolder) -> str:
 
 
 def engine_gaps(run: RunFolder) -> str:
-    """Difference between learner and engine log-probabilities on tokens of age 0, by worker, over the whole run."""
+    """Text: for the `WORST_ENGINES` workers with the largest differences, the difference between learner's and engine's
+    log-probabilities (nats) of tokens sampled with the learner's own weights (age 0), over the whole run."""
     fresh: dict[str, list[dict]] = {}
     for step in run.steps:
         for worker, gap in (step.get("engine_gaps") or {}).items():

@@ -109,7 +109,8 @@ def step_line(metrics: dict, status: dict) -> str:
 
 
 def drift_warning(metrics: dict) -> str:
-    """A warning if the lengths of the trained responses are biased by more than chance explains; otherwise ""."""
+    """A warning if the lengths of the trained responses differ from those of all created ones by more than chance
+    explains; otherwise "". `metrics`: a step's record."""
     drift = dig(metrics, "lengths", "drift") or {}
     return f"LENGTHS BIASED {drift['distance']:.3f} > {drift['band']:.3f}" if drift.get("alarm") else ""
 
@@ -126,7 +127,8 @@ def failures(status: dict) -> list[str]:
 
 
 def gradient(metrics: dict) -> str:
-    """Text: share of the step's tokens that have a gradient; "" where the learner has not reported the share."""
+    """Text: share of the batch's tokens that have a gradient (the learner's `trained_tokens` of its `tokens`); "" where
+    the learner has not reported it."""
     share = dig(metrics, "gradient", "tokens")
     return "" if share is None else f"gradient {share:.0%}"
 
@@ -143,7 +145,8 @@ def alarms(metrics: dict) -> list[str]:
 
 
 def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
-    """A summary of the run: step and phase, reward and speed, groups and partials, time and staleness."""
+    """A summary of the run: step and phase, reward and speed, groups and partials, time and staleness. `status`: the
+    broker's; `last_step`: record of the last step; `rewards`: mean rewards of the latest steps, in order."""
     reward = status.get("reward") if status.get("reward") is not None else last_step.get("reward")
     rate = status.get("rollout_tokens_per_s") or last_step.get("rollout_tokens_per_s")
     age = status.get("staleness") or last_step.get("staleness") or {}
@@ -199,7 +202,8 @@ def holders_table(status: dict) -> Table:
 
 
 def gap_text(gap: dict | None) -> str:
-    """Text: mean absolute gap between the learner's and the worker's log-probabilities of the worker's tokens, nats."""
+    """Text: mean absolute difference between the learner's and the worker's log-probabilities of the worker's tokens,
+    nats. `gap`: the worker's entry in the status; "" without one."""
     if not gap or gap.get("mean") is None:
         return ""
     return f"gap {gap['mean']:.1e}" + (f" at age {gap['age']:.0f}" if gap["age"] else "")

@@ -115,7 +115,8 @@ def verdict(ledger: TokenTotals) -> Text:
 
 
 def states_table(ledger: TokenTotals, with_gradient: int | None = None) -> Table:
-    """Generated tokens by state, in tokens and as a share."""
+    """Generated tokens by state, in tokens and as a share. `with_gradient`: number of trained tokens that have a
+    gradient; None leaves that row out."""
     table = Table(box=None, padding=(0, 2), show_edge=False, header_style="dim")
     table.add_column("tokens")
     table.add_column("count", justify="right")

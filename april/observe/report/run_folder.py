@@ -97,7 +97,8 @@ class RunFolder:
 
 
 def evaluations_by_set(points: list[dict]) -> dict[str, list[dict]]:
-    """Evaluations with an accuracy or a reward by the name of their set: `step` and the set's figures."""
+    """The evaluations `points` that have an accuracy or a reward, by the name of their set: for each `step` and the
+    set's figures."""
     by_set: dict[str, list[dict]] = {}
     for point in points:
         for name, scores in (point.get("sets") or {}).items():
@@ -130,7 +131,8 @@ def shown_config(config: dict) -> str:
 
 
 def evaluation_size(point: dict) -> tuple:
-    """(number of prompts including failed ones, samples per prompt) of an evaluation."""
+    """(number of prompts including failed ones, samples per prompt) of `point`, the metrics.jsonl line of an
+    evaluation."""
     prompts = (point.get("prompts") or 0) + (point.get("failed") or 0)
     return prompts, dig(point, "mean_at_k", "k")
 

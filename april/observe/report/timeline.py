@@ -33,8 +33,8 @@ class WorkerTrack:
 
 
 def worker_tracks(events: list[dict], begin_s: float, end_s: float, resolution: float) -> list[WorkerTrack]:
-    """Each worker's timeline in the window `[begin_s, end_s]`. Spans and marks that lie closer together than the
-    window's length divided by `resolution` are merged."""
+    """Each worker's timeline in the window `[begin_s, end_s]`, from its `events`, as `RunFolder.worker_events` has
+    them. Spans and marks that lie closer together than the window's length divided by `resolution` are merged."""
     smallest_s = (end_s - begin_s) / resolution
     tracks: dict[str, WorkerTrack] = {}
     for event in events:
@@ -150,7 +150,7 @@ class Timeline:
         return max(1e-3, *(event["end"] for event in self.events), *(at_s for _, at_s in self.steps))
 
     def tracks(self, resolution: float = math.inf) -> list[WorkerTrack]:
-        """Activities and waits of each worker over the whole run."""
+        """Activities and waits of each worker over the whole run; `resolution` as in `worker_tracks`."""
         tracks = worker_tracks(self.events, 0.0, self.end_s, resolution)
         add_idle_spans(tracks, self.learner, 0.0, self.end_s)
         return tracks
@@ -180,7 +180,8 @@ def timeline_of(run: RunFolder) -> Timeline:
 
 
 def on_clock(time: float, cuts: list[Span], origin: float) -> float:
-    """Seconds since `origin`, where each cut counts as at most PAUSE_S."""
+    """Seconds from `origin` to `time`, where each of the `cuts` (pauses between two starts of the run) counts as at
+    most PAUSE_S."""
     cut = sum(min(time, end) - begin - min(PAUSE_S, min(time, end) - begin) for begin, end in cuts if time > begin)
     return time - origin - cut
 
@@ -253,7 +254,8 @@ def drawn_tracks(tracks: list[WorkerTrack]) -> list[dict[str, Any]]:
 
 
 def drawn_steps(steps: list[tuple[int, float]], length_s: float) -> list[tuple[float, int]]:
-    """(time, step) of the steps that a picture of a window of `length_s` seconds has room to name."""
+    """(time, step) of those `steps`, each (step, time), that a picture of a window of `length_s` seconds has room to
+    name."""
     named = set(thin_out([at_s for _, at_s in steps], MARK_WIDTH * length_s / RESOLUTION))
     return [(at_s, step) for step, at_s in steps if at_s in named]
 
@@ -331,7 +333,8 @@ def waiting_for(status: dict[str, Any]) -> str:
 
 
 def holder_clause(first: dict[str, Any], batch: dict[str, Any], others: int) -> str:
-    """The clause about the process that holds most of the batch's missing groups."""
+    """The clause about the process that holds most of the batch's missing groups. `first`: that process's entry in the
+    broker's status; `batch`: the entry of the batch; `others`: how many more processes hold missing groups."""
     groups = f"{first['groups']} of {batch['needed']} groups wait"
     if first["groups"] == 1:
         groups = f"1 of {batch['needed']} groups waits"

@@ -62,7 +62,8 @@ def export_perfetto(run: RunFolder, path: Path) -> int:
 
 
 def write_sample(writer: "TraceWriter", parent: int, sample: dict[str, Any]) -> None:
-    """Write a sample's track: the spans in which processes held it; those of its agent's program on a track below."""
+    """Write a sample's track: the spans in which processes held it; those of its agent's program on a track below.
+    `parent`: id of the track that is above the sample's."""
     reward = "without reward" if sample["reward"] is None else f"reward {sample['reward']:.3g}"
     number = f"{sample['group']}.{sample['index']}" + (f"/{sample['fork']}" if sample["fork"] else "")
     name = "  ".join(filter(None, (number, reward, sample["discarded"])))

@@ -40,8 +40,8 @@ SPMD = "AREAL_SPMD_MODE"
 
 
 def check(config: Config, theirs: Any, rows: Any = None) -> None:
-    """Check that one batch is one AReaL step, and that both sides define log-probabilities alike. Raises
-    ConfigError."""
+    """Check that one batch is one AReaL step, and that both sides define log-probabilities alike. `theirs`: AReaL's
+    configuration; `rows`: the trainer's prompts. Raises ConfigError."""
     if os.environ.get(SPMD, "").lower() in ("1", "true"):
         raise ConfigError(f"{SPMD} is set: every rank would ask for batches; start AReaL with scheduler.type=local")
     if config.data.source == "submitted" and rows is None:

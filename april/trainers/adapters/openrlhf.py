@@ -76,8 +76,8 @@ def their_options(words: list[str]) -> dict[str, Any]:
 
 
 def check(config: Config, theirs: dict[str, Any]) -> None:
-    """Check that one batch is one OpenRLHF step, and that both sides define log-probabilities alike. Raises
-    ConfigError."""
+    """Check that one batch is one OpenRLHF step, and that both sides define log-probabilities alike. `theirs`: values
+    of OpenRLHF's options (`their_options`). Raises ConfigError."""
     schedule, sampling = config.schedule, config.sampling
     groups = schedule.rollout_batch_size
     options: dict[str, tuple] = {
@@ -126,7 +126,7 @@ class OpenRlhfEngine:
     """The interface of OpenRLHF's `RolloutRayActor`, implemented by a run; an asyncio Ray actor."""
 
     def __init__(self, connect: Callable[[], aio.AsyncRollouts], checkpoints: str):
-        """`checkpoints`: folder of the actor model's checkpoints."""
+        """`connect`: makes the connection to the run; `checkpoints`: folder of the actor model's checkpoints."""
         self.run, self.checkpoints = connect(), Path(checkpoints)
         self.batch: RolloutBatch | None = None
         """The batch on which OpenRLHF is training; None if there is none."""

@@ -84,7 +84,8 @@ def connect_checked(
     check: Callable[[Config], None],
     overrides: Mapping[str, Any] | None = None,
 ) -> Rollouts:
-    """Connect as `april.connect` does, and close the connection again if `check` raises ConfigError."""
+    """Connect as `april.connect` does, with its parameters, and close the connection again if `check` of the run's
+    configuration raises ConfigError."""
     connected = rollouts.connect(config, checkpoint, run, overrides)
     try:
         check(connected.config)

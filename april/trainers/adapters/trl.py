@@ -192,6 +192,7 @@ def score_by_length(score: Score, model: Any, ids: Tensor, mask: Tensor, logits_
     padded only to its own longest response. Values are the same; columns beyond that response are 0.
 
     `ids`, `mask`: [B, P + C], prompts padded on the left, the C = `logits_to_keep` response tokens on the right.
+    `score`: TRL's own function.
     """
     size, entropy = options.pop("batch_size", None) or len(ids), options.pop("compute_entropy", False)
     if any(value is not None and value is not False for value in options.values()):
@@ -215,8 +216,8 @@ def score_by_length(score: Score, model: Any, ids: Tensor, mask: Tensor, logits_
 
 
 def group_by_length(trainer: GRPOTrainer, prepare: Callable[[Any], Any], batch: Any) -> Any:
-    """`GRPOTrainer._prepare_inputs` with rows sorted by length into micro-batches, if the loss is a sum over rows. If
-    each micro-batch has its own mean, TRL's order is kept."""
+    """Result of `prepare(batch)`, TRL's own `GRPOTrainer._prepare_inputs`, with rows sorted by length into
+    micro-batches, if the loss is a sum over rows. If each micro-batch has its own mean, TRL's order is kept."""
     before = trainer._buffered_inputs
     inputs = prepare(batch)
     batches = trainer._buffered_inputs

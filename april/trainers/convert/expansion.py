@@ -166,7 +166,8 @@ class Fields:
 
 
 def expand(text: str, variables: Mapping[str, Value]) -> list[Word]:
-    """The words into which the shell would expand `text`."""
+    """The words into which the shell would expand `text`, one written word. `variables`: values of the script's
+    variables."""
     fields, position = Fields(), 0
     if text.startswith("~/"):
         text = "${HOME}" + text[1:]
@@ -263,7 +264,7 @@ def expand_part(part: str, variables: Mapping[str, Value]) -> Value:
 
 
 def arithmetic(part: str, variables: Mapping[str, Value]) -> Word:
-    """The value of `$((...))` with integers."""
+    """The value of `part`, `$((...))` with integers."""
     text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda name: f"${name[1]}", part[3:-2])
     expanded = expand_to_word(text, variables)
     if expanded.unreadable or len(expanded.text) > MAX_EXPRESSION_CHARACTERS:

@@ -64,7 +64,7 @@ class Framework:
         raise NotImplementedError
 
     def translate(self, path: Path, environment: Mapping[str, str]) -> Translation:
-        """Translate the script at `path`. Raises ConfigError."""
+        """Translate the script at `path`. `environment`: variables that it can use. Raises ConfigError."""
         try:
             with path.open() as file:
                 text = file.read(MAX_SCRIPT_CHARACTERS + 1)

@@ -233,8 +233,8 @@ class Script:
                 return
 
     def mark_undecided(self, statements: list[Statement], why: str) -> None:
-        """Handle statements that may or may not run: commands count as called, and assigned variables become
-        unknown."""
+        """Handle statements that may or may not run: commands count as called, and assigned variables become unknown
+        for the reason `why`."""
         for statement in simple_commands(statements):
             for token in assignments([statement]):
                 name = token.text.partition("=")[0].rstrip("+")

@@ -258,7 +258,8 @@ class Translation:
         return name in self.options.values or name in self.options.unreadable
 
     def value(self, name: str) -> Any:
-        """The option's value in the script, or the framework's default; None if the script's value cannot be read."""
+        """The value of the option `name` in the script, or the framework's default; None if the script's cannot be
+        read."""
         return self.options.values.get(name, None if name in self.options.unreadable else self.defaults.get(name))
 
     def number(self, name: str) -> Any:
@@ -331,7 +332,8 @@ class Translation:
         self.set_key(key, self.value(name), name)
 
     def set_paths(self, name: str, files: Any) -> None:
-        """Set the path of the dataset, or its sources if the option `name` lists several `files`."""
+        """Set the path of the dataset, or its sources if `files`, the value of the option `name`, is a list of
+        several."""
         if isinstance(files, list) and len(files) > 1:
             self.set_key("data.sources", [{"path": file} for file in files], name)
         else:
@@ -368,8 +370,8 @@ class Translation:
         return any(self.keys.get(f"learner.{key}", (1, ""))[0] > 1 for key in ("minibatches", "epochs"))
 
     def set_advantage(self, name: str, estimators: Mapping[str, str], scaled: bool) -> str | None:
-        """Translate the estimator of advantages by `estimators`, and return April's name for it; None if there is
-        none. `scaled`: whether GRPO divides by a group's standard deviation."""
+        """Translate the estimator of advantages, the value of the option `name`, to April's name by `estimators`, and
+        return that; None if April has none. `scaled`: whether GRPO divides by a group's standard deviation."""
         estimator = estimators.get(self.value(name))
         if estimator == "grpo" and not scaled:
             estimator = "dr_grpo"
@@ -380,27 +382,30 @@ class Translation:
         return estimator
 
     def mark_critic_options(self, estimator: str, *names: str) -> None:
-        """Mark discounts other than 1 as unsupported, for a run without a critic. `estimator`: the option that asks for
-        one."""
+        """Mark the options `names`, discounts, as unsupported where they are not 1, for a run without a critic.
+        `estimator`: name of the option that asks for a critic."""
         for name in names:
             if self.value(name) not in (1, None):
                 self.mark_unsupported(name, f"it is of a critic, which {estimator} = gae asks for")
 
     def set_normalisation(self, name: str, means: Mapping[str, str]) -> None:
-        """Translate how the loss is averaged over tokens."""
+        """Translate how the loss is averaged over tokens: `means` has April's `algorithm.normalisation` for each value
+        of the option `name`."""
         if mean := means.get(self.value(name)):
             self.set_key("algorithm.normalisation", mean, name)
         else:
             self.mark_unsupported(name, f"April's normalisations are those of {', '.join(means)}")
 
     def set_clip(self, low: str, high: str) -> None:
-        """Translate the clip range of the ratio; the upper width defaults to the lower."""
+        """Translate the clip range of the ratio from the options named `low` and `high`; the upper width defaults to
+        the lower."""
         width, upper = self.value(low), self.value(high)
         self.set_key("algorithm.clip_low", width, low)
         self.set_key("algorithm.clip_high", width if upper is None else upper, high)
 
     def set_reference_kl(self, used: bool, coefficient: str, estimator: str) -> None:
-        """Translate the KL term against the starting policy, of the given coefficient and estimator options."""
+        """Translate the KL term against the starting policy. `used`: whether the script turns it on; `coefficient`,
+        `estimator`: names of the options with its weight and its estimator."""
         weight = self.number(coefficient) if used else 0
         self.set_key("algorithm.kl_coef", float(weight or 0), coefficient)
         if weight:
@@ -412,11 +417,12 @@ class Translation:
                 self.mark_unsupported(estimator, "April's estimators are k1, k2 and k3")
 
     def set_betas(self, first: str, second: str) -> None:
-        """Translate AdamW's two decay rates."""
+        """Translate AdamW's two decay rates from the options named `first` and `second`."""
         self.set_key("learner.betas", [self.value(first), self.value(second)], first, second)
 
     def set_adapter(self, rank: str, alpha: str, targets: str, used: bool = True) -> None:
-        """Translate LoRA options; without `targets` all linear layers are adapted."""
+        """Translate LoRA options, given by name: `rank`, `alpha` and `targets`, without a value of which all linear
+        layers are adapted. `used`: whether the script turns LoRA on."""
         size = self.number(rank) if used else 0
         if not size:
             return
@@ -427,8 +433,8 @@ class Translation:
         self.set_key("lora.targets", target_names or None, targets)
 
     def set_devices(self, trainers: int | None, generators: int | None, names: tuple[str, ...]) -> None:
-        """Set the numbers of training devices and inference engines. None: the script shares devices between both,
-        which is not translated."""
+        """Set the numbers of training devices (`trainers`) and inference engines (`generators`), which follow from the
+        options `names`. None: the script shares devices between both, which is not translated."""
         if trainers is None or generators is None:
             self.undecided["learner.ranks, worker.count"] = (
                 f"{', '.join(names)} let training and generation take turns on the same devices; April gives each its "
@@ -465,7 +471,7 @@ def if_positive(value: Any) -> Any:
 
 
 def chat_or_text(templated: Any) -> str:
-    """The value of `data.prompt_as` for whether prompts are rendered by the chat template."""
+    """The value of `data.prompt_as`. `templated`: whether the other framework renders prompts by the chat template."""
     return "chat" if templated else "text"
 
 

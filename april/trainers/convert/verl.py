@@ -263,7 +263,8 @@ def loss(translation: Translation) -> None:
 
 
 def critic(translation: Translation, asked: bool) -> None:
-    """Set the critic's keys, or mark options that need a critic as unsupported."""
+    """Set the critic's keys if the script has `asked` for a critic; otherwise mark options that need one as
+    unsupported."""
     in_reward = translation.value("algorithm.use_kl_in_reward")
     if asked:
         for name, (key, default) in CRITIC.items():

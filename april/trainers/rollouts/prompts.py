@@ -97,7 +97,8 @@ class PromptImages:
         return row.prompt, self._note(row.images)
 
     def sources(self, column: Sequence[Any]) -> list[str]:
-        """Sources of the images of a prompt of token ids, in order. Raises BadRow."""
+        """Sources (`RowImage.source`) of the images in `column`, those of a prompt of token ids, in order. Raises
+        BadRow."""
         return self._note(image_at(image, WORKING_FOLDER, self._keep) for image in column)
 
     def prepare(self) -> None:

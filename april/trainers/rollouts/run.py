@@ -83,7 +83,8 @@ class Rollouts:
         publisher: Publisher | None,
         group: dist.ProcessGroup | None = None,
     ):
-        """`source`, `publisher`: on rank 0, None on other ranks; `group`: process group of all ranks."""
+        """`checkpoint`: policy step of the trainer's weights; `source`, `publisher`: on rank 0, None on other ranks;
+        `group`: process group of all ranks."""
         self.config = config
         self.submitted = 0
         """Number of prompts submitted so far, where the trainer submits them."""
@@ -189,7 +190,7 @@ class Rollouts:
         """Report that the weights contain `batch`, or that it was `discarded` (the reason) and left them unchanged.
 
         `metrics` are shown as those of April's learner are, `loss`, `entropy`, `grad_norm` and `lr` in its charts.
-        Samples of the batch are stored if the run folder can be reached from here.
+        Samples of the batch are stored if the run folder exists on this machine.
         """
         self._consumed = batch.checkpoint
         if self._source:

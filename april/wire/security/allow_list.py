@@ -39,7 +39,7 @@ class AllowList:
     """
 
     def __init__(self, path: Path):
-        """Raises ConfigError if the file is no list."""
+        """Raises ConfigError if the file cannot be read, has an invalid entry or names nobody."""
         self.path = path
         self._lock = threading.Lock()
         self._file_state, self._changed_s = self._stat(), clock.now()

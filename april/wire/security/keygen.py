@@ -43,8 +43,8 @@ def make_secret_once(path: Path) -> None:
 
 
 def make_once(path: Path, make: Callable[[Path], object]) -> None:
-    """Create a file or folder by `make` unless it exists. If several processes do so at once, one wins, and all find
-    its complete result. Raises ConfigError."""
+    """Create a file or folder unless it exists; `make(draft)` writes it at the path `draft`, and the whole then moves
+    to `path`. If several processes do so at once, one wins, and all find its complete result. Raises ConfigError."""
     if path.exists():
         return
     try:
@@ -62,7 +62,8 @@ def make_once(path: Path, make: Callable[[Path], object]) -> None:
 
 
 def add_peer(folder: Path, role: str, name: str) -> Path:
-    """Make the key of another peer and add it to the allow-list; returns the key file. Raises ConfigError."""
+    """Make the key of another peer, with this role and name, and add it to the allow-list; returns the key file. Raises
+    ConfigError."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
         refuse("--name", name, "is no name", "use letters, digits, '.', '-' and '_'")
     broker = load_keys(folder, "broker")
@@ -92,7 +93,8 @@ def write_key(folder: Path, keys: Keys) -> Path:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that only this user may read. Raises ConfigError, also if it is there already."""
+    """Write a file with the content `text` that only this user may read. Raises ConfigError, also if it is there
+    already."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "w") as file:
             file.write(text)

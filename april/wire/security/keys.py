@@ -15,7 +15,7 @@ from april.util.errors import refuse
 ALLOW_LIST = "allow-list"
 """Name of the allow-list file in a key folder."""
 RUN_KEYS = "keys"
-"""Folder of the run folder with the keys that April makes for the run."""
+"""Name of the folder, in the run folder, with the keys that April makes for the run."""
 ROLES = ("worker", "scorer", "agents", "learner", "monitor")
 KEY_CHARACTERS = 40
 WITHOUT_MODES = "give another 'run.dir', or a folder that `april keygen` has made elsewhere"
@@ -46,7 +46,8 @@ def load_keys(keys: Path, role: str) -> Keys: ...
 @overload
 def load_keys(keys: Path | None, role: str) -> Keys | None: ...
 def load_keys(keys: Path | None, role: str) -> Keys | None:
-    """Load the key file of this process; None where the run has no keys. Raises ConfigError."""
+    """Load the key file of this process, found in `keys` as by `find_key_file`; None where the run has no keys. Raises
+    ConfigError."""
     if keys is None:
         return None
     path = find_key_file(keys, role)

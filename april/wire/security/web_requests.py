@@ -24,7 +24,7 @@ OTHER_SITE = "pages of other sites get no answers here"
 
 def names_of(listen: str, *others: str) -> frozenset[str]:
     """Host names, besides localhost, by which clients address a server that listens at the host `listen`. `others`:
-    such as a proxy's name."""
+    further host names, such as that of a proxy before the server."""
     machine = () if is_loopback(listen) else (socket.gethostname(), socket.getfqdn())
     return frozenset(name.lower().rstrip(".") for name in (listen, *machine, *others) if name)
 
@@ -69,8 +69,9 @@ class CheckedRequestHandler(BaseHTTPRequestHandler):
 
 
 def check_requests(names: Collection[str], has_secret: "Callable[[web.Request], bool]" = lambda request: False) -> Any:
-    """Create the aiohttp middleware that makes the check. `has_secret`: whether a request carries a secret that no web
-    page knows; such a request may have any Host, since a proxy may set its own."""
+    """Create the aiohttp middleware that makes the check of a server with these host names (`names_of`). `has_secret`:
+    whether a request carries a secret that no web page knows; such a request may have any Host, since a proxy may set
+    its own."""
     from aiohttp import web
 
     @web.middleware

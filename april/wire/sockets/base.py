@@ -81,8 +81,9 @@ LONGEST_FOLDER = 60
 
 
 def socket_address(last: str = "") -> str:
-    """Address of a Unix socket in a folder of mode 0700. `last`: address that peers still connect to, which is taken
-    again if its folder can still be made and nobody else has made it meanwhile. Raises OSError."""
+    """Address of a Unix socket in a folder of mode 0700. `last`: address of the run's earlier broker, to which peers
+    still connect; it is taken again if its folder exists or can be made, and belongs to this user alone. Raises
+    OSError."""
     folder = Path(last.removeprefix(UNIX)).parent
     if last.startswith(UNIX):
         with contextlib.suppress(OSError):
@@ -102,8 +103,8 @@ def is_socket_file(address: str) -> bool:
 
 
 def socket_beside(address: str, name: str) -> str:
-    """Address for another Unix socket in the folder of the broker's socket (`address`); no earlier process has used
-    it."""
+    """Address for another Unix socket, whose file name begins with `name`, in the folder of the broker's socket
+    (`address`); no earlier process has used it."""
     return f"{address.rpartition('/')[0]}/{name}-{secrets.token_hex(4)}"
 
 
@@ -114,7 +115,8 @@ def remove_socket_folder(address: str) -> None:
 
 
 def route_to(address: str) -> tuple[str, int]:
-    """Host and port that lead to a broker's address; this machine's own for a Unix socket."""
+    """Host and port of a broker's address, by which the route to it is found; for a Unix socket those of this machine's
+    loopback."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return ("127.0.0.1", 1) if is_socket_file(address) else (host, int(port))
 
@@ -132,8 +134,8 @@ def own_address(host: str, port: int) -> str:
 
 
 def interface_towards(host: str, port: int) -> str:
-    """Name of the network interface with this address; "" if it cannot be found (systems other than Linux). Raises
-    OSError."""
+    """Name of the network interface with this machine's address on the route to `host`; "" if it cannot be found
+    (systems other than Linux). Raises OSError."""
     if sys.platform != "linux":
         return ""
     address = own_address(host, port)

@@ -64,7 +64,8 @@ class BrokerConnection:
         self, address: str, role: str, name: str, uid: str, patience_s: float = 600.0, keys: Keys | None = None
     ):
         """`address`: address of the broker, or the run folder where the broker writes it. `keys`: this peer's CURVE
-        keys, if the broker requires keys. Raises BrokerUnreachable if no address is written within `patience_s`."""
+        keys, if the broker requires keys. Raises BrokerUnreachable if no address is written within `patience_s`.
+        `role`, `name`: those of this peer; `uid`: unique id of its process (`new_uid`)."""
         try:
             self.address = address_at(address, patience_s)
         except TimeoutError as error:
@@ -216,7 +217,7 @@ class BrokerConnection:
         self, message: wire.Message, is_complete: Callable[[list[wire.Received]], bool], timeout_s: float | None = None
     ) -> list[wire.Received]:
         """Send a request as `request` does, for an answer in several messages; it ends when `is_complete` is true of
-        those received."""
+        those received. `timeout_s`: as for `request`."""
         deadline = clock.now() + (math.inf if timeout_s is None else timeout_s)
         sequence = self.send(message)
         answers: list[wire.Received] = []
@@ -232,7 +233,8 @@ class BrokerConnection:
         raise BrokerUnreachable(f"the broker at {self.address} does not answer within {timeout_s:g} s; is it running?")
 
     def _await(self, sequence: int, deadline: float) -> wire.Received | None:
-        """The answer to message `sequence`, or the refusal that ends the session; None at the deadline."""
+        """The answer to message `sequence`, or the refusal that ends the session; None at the time `deadline`, Unix
+        seconds."""
         self._control.heard_at = clock.now()
         while clock.now() < deadline:
             MAIN.at("waiting for the broker")
@@ -244,7 +246,8 @@ class BrokerConnection:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the broker seems to be away, so that further messages would only fill the send queue."""
+        """Whether no message has come from the broker for `SILENT_S`, so that further messages would only fill the send
+        queue."""
         return clock.now() - self._control.heard_at > SILENT_S
 
     def wake_by(self, descriptor: int) -> None:

@@ -54,7 +54,8 @@ class Control(threading.Thread):
     # --- from the thread that owns the data connection --------------------------------------------------------
 
     def begin(self, session: int, renew_s: float) -> None:
-        """Bind the connection to a session and start heartbeats."""
+        """Bind the connection to a session and start heartbeats. `renew_s`: interval of the heartbeats that list all
+        leases, seconds."""
         self._renew_s, self._next_beat, self._next_renewal = renew_s, 0.0, clock.now() + renew_s
         self.send(wire.encode(wire.Bind(), (), session))
         self.session = session
@@ -113,7 +114,7 @@ class Control(threading.Thread):
         os.eventfd_write(self.arrived, 1)
 
     def _send_pending(self, session: int) -> None:
-        """Send queued messages, then a heartbeat if one is due in `session`."""
+        """Send queued messages, then, every `HEARTBEAT_S`, a heartbeat in `session`, unless that is 0."""
         with contextlib.suppress(zmq.Again):  # the broker is away; what waits goes out in the next pass
             while self._outbox:
                 base.send(self.socket, self._outbox[0])

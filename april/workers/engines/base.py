@@ -116,7 +116,8 @@ class Engine(Protocol):
         """Queue a request. Raises EngineError for a request that can never run."""
 
     def step(self) -> list[Chunk]:
-        """Advance every running sequence, by a token or for a few milliseconds, and return the chunks that are due.
+        """Advance every running sequence, by a token or for a few milliseconds, and return the chunks that are due (a
+        chunk is full, a tick has passed, or the request has ended).
 
         Returns no chunks without weights. Called in every pass of the worker's loop, also when nothing is live. Raises
         EngineError if the engine can never continue.
@@ -233,13 +234,14 @@ class Ticks:
 
 
 FULL_CACHE_SHARE = 0.9
-"""Share of the KV cache in use above which the number of requests does not grow."""
+"""Share of the KV cache in use from which on the number of requests kept on a server does not grow."""
 CAPACITY_GROWTH = 1.25
-"""Factor by which the number of requests grows with each observation of a server with room."""
+"""Factor by which the number of requests grows with each report of a server that has no queue and less than
+FULL_CACHE_SHARE of its cache in use."""
 
 
 class CapacityRule:
-    """Number of requests to keep on a server, from the load that the server reports."""
+    """Number of requests to keep on a server, from the load that the server reports; at most `slots`."""
 
     OBSERVED = ("num_running_reqs", "num_waiting_reqs", "token_usage", "max_running_requests")
 

@@ -53,7 +53,8 @@ class EngineEntry:
     true_distribution: ClassVar[bool] = True
     """Whether tokens are drawn from the model's distribution; False only for engines made for tests."""
     accepts_external_weights: ClassVar[bool] = False
-    """Whether a process outside April may load weights into the engine, which then takes the version April names."""
+    """Whether a process outside April may load weights into the engine, which then reports the policy version that
+    April gives to them."""
     scores: ClassVar[bool] = False
     """Whether `Engine.score` works; the weight check needs it."""
     takes_images: ClassVar[bool] = False
@@ -198,7 +199,9 @@ OUTPUT_TENSOR, EMBEDDING_TENSOR = "lm_head.weight", "model.embed_tokens.weight"
 def check_request(
     request: Request, vocabulary: int, max_context: int, live: Container[int], entry: "type[EngineEntry] | None" = None
 ) -> None:
-    """Raise EngineError for a request that can never run, or that needs a feature which `entry` does not declare."""
+    """Raise EngineError for a request that can never run, or that needs a feature which `entry` does not declare.
+    `vocabulary`: number of token ids. `max_context`: most tokens of prompt and response. `live`: ids of live
+    requests."""
     name, tokens = f"request {request.id}", np.asarray(request.tokens)
     if request.id in live:
         raise EngineError(f"{name} is live already; cancel it or use another id")

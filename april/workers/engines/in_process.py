@@ -86,7 +86,8 @@ class InProcessEngine(EngineEntry):
         raise NotImplementedError
 
     def set_weights(self, tensors: "Mapping[str, torch.Tensor]") -> None:
-        """Use these weights from the next token on. They are valid; copy them, since they may change after the call."""
+        """Use these weights from the next token on. `check_weights` has accepted them; copy them, since the caller may
+        change them after the call."""
         raise NotImplementedError
 
     # --- what a subclass may override ---------------------------------------------------------------------------
@@ -169,7 +170,8 @@ class InProcessEngine(EngineEntry):
     # --- advancing a request -------------------------------------------------------------------------------------
 
     def _append(self, sampled: Next, is_tick: bool) -> None:
-        """Append a token to its request, or fail the request if the token has no finite log-probability."""
+        """Append a token to its request, or fail the request if the token has no finite log-probability. `is_tick`:
+        return a chunk at once, however short."""
         running, token, logprob, support = sampled
         request = running.request
         if not math.isfinite(logprob):

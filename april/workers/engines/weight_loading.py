@@ -29,17 +29,21 @@ MAX_FAILURES = 2
 LARGEST_FACTOR = 50.0
 """Multiple of the expected rounding beyond which the difference in a single token refuses a version at once."""
 USUAL_FACTOR = 2.5
-"""Multiple of an engine's usual noise up to which its noise counts as rounding."""
+"""Multiple of an engine's usual noise (`USUAL_VERSIONS`) up to which its difference from the learner counts as
+rounding."""
 MIN_USUAL = 0.25
-"""Lower bound of an engine's usual noise, as a multiple of the expected rounding."""
+"""Lower bound of an engine's usual noise (`USUAL_VERSIONS`), as a multiple of the expected rounding."""
 USUAL_VERSIONS = 16
-"""Number of versions, the last that passed the check, whose median noise is an engine's usual noise."""
+"""Number of versions, the last that passed the check, over which the median of `CanaryScore.excess` is the engine's
+usual noise."""
 MOVEMENT_FACTOR = 4.0
-"""Multiple of the noise above which a change of the learner's canary log-probabilities counts as movement."""
+"""Multiple of `CanaryScore.noise` above which the mean change of the learner's canary log-probabilities between two
+versions counts as movement."""
 MIN_NOISE_NATS = 1e-6
 """Lower bound of the noise, the mean difference between engine's and learner's log-probabilities (nats)."""
 MIN_FOLLOWED_SHARE = 0.5
-"""Least share of the learner's movement that the engine's scores must show."""
+"""Least share of the learner's movement (change of its canary log-probabilities) that the engine's log-probabilities
+must show."""
 ROUNDING: Mapping[str, float] = {"float32": 4e-5, "float16": 0.02, "bfloat16": 0.08}
 """Expected mean difference by rounding between learner and engine in a canary token's log-probability, by data type
 (nats). For the types of 16 bits the learner's own measurement takes its place where there is one."""
@@ -90,10 +94,12 @@ class WeightCheck:
         """Number of consecutive failed checks."""
         self.evidence = 0.0
         self._usual: deque[float] = deque(maxlen=USUAL_VERSIONS)
-        """Noise of the last proven versions, as multiples of the expected rounding."""
+        """Mean difference from the learner of each of the last versions that passed the check, as a multiple of the
+        expected rounding."""
         self._last: CanaryScore | None = None
         self._reference: CanaryScore | None = None
-        """Canary score from which movement is measured: that of the newest version that moved beyond the noise."""
+        """Canary score from which movement is measured: that of the newest version in which the learner moved beyond
+        MOVEMENT_FACTOR times the noise, or of the first one."""
 
     def judge(self, staged: StagedWeights, canary: Canary, scored: np.ndarray, dtype: str) -> None:
         """Compare the engine's log-probabilities of the canary's first T tokens, `scored`, float32 [T - 1], computed in
@@ -119,7 +125,7 @@ class WeightCheck:
             self._reference = score
 
     def compare(self, staged: StagedWeights, engine: Engine) -> None:
-        """Check that the engine holds the staged tensors, if it can say so. Raises WrongWeights."""
+        """Check that the engine holds the staged tensors, if it is a `ComparingEngine`. Raises WrongWeights."""
         if not isinstance(engine, ComparingEngine) or staged.tensors is None or staged.adapter:
             return
         if differing := engine.differing(staged.tensors):
@@ -157,8 +163,9 @@ def expected_rounding(canary: Canary, dtype: str) -> float:
 
 
 def disagreement(score: CanaryScore, evidence: float, usual: Collection[float]) -> str:
-    """A sentence if engine and learner are further apart than rounding, else "". `usual`: noise of the engine's last
-    proven versions, as multiples of the expected rounding."""
+    """A sentence if the canary's log-probabilities of engine and learner differ by more than rounding explains, else
+    "". `evidence`: that of wrong weights, this score included (`added_evidence`). `usual`: `excess` of the engine's
+    last versions that passed the check; empty: none has."""
     largest = float(np.abs(score.scored - score.published).max())
     apart = (
         f"its log-probabilities of the canary are {score.noise:.2g} from the learner's in the mean and {largest:.2g}"
@@ -325,7 +332,8 @@ class UpdateHold:
         return version is not None and version.step in self.waiting
 
     def holds(self, version: Version | None, pending: bool, runs_held_out: bool) -> bool:
-        """Whether an update of an engine with `version` is put off now. `pending`: whether there is one."""
+        """Whether an update of an engine with `version` is put off now. `pending`: whether an update waits.
+        `runs_held_out`: whether held-out samples run on the engine."""
         if not pending or version is None or not (runs_held_out or self.is_awaited(version)):
             self._since = None
         elif self._since is None:

@@ -44,7 +44,7 @@ class Observation(msgspec.Struct, frozen=True):
     state: Any = None
     """State for the next turn and for verifiers: any value that MessagePack can encode, at most 64 KiB."""
     done: bool = False
-    """Whether the response ends here."""
+    """Whether the response ends with this observation."""
 
 
 Environment = Callable[[EnvironmentTurn], Observation | str]

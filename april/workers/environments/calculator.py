@@ -37,8 +37,9 @@ def calculator(turn: EnvironmentTurn) -> Observation:
 
 
 def scratchpad(turn: EnvironmentTurn) -> Observation:
-    """A calculator for the quickstart's task (`april/data/arithmetic.py`). A step `KK*D+us=` asks for K * D plus the
-    addend, modulo 100. The addend has its units digit, u, before its tens digit, s, and so has the answer, `#us`."""
+    """A calculator for the quickstart's task (`april/data/arithmetic.py`). A step `KK*D+us=` asks for the product of KK
+    (two digits) and D (one digit) plus the addend `us`, modulo 100. The addend is written with its units digit, u,
+    before its tens digit, s, and so is the answer, `#us`."""
     found = STEP.search(turn.text)
     if not found:
         return with_counts(turn, ERROR)

@@ -79,7 +79,9 @@ class EnvironmentTurns:
         return self.max_tokens - len(turn)
 
     def submit(self, key: int, turn: np.ndarray, number: int, state: bytes, prompt: np.ndarray, label: str) -> None:
-        """Have the environment answer a turn; `poll` returns the answer with this `key`."""
+        """Have the environment answer a turn, the token ids int32 [T]; `poll` returns the answer with this `key`.
+        `number`: turns before it. `state`: the environment's last state, MessagePack. `prompt`: the sample's token ids,
+        int32 [P]. `label`: the row's reference answer."""
         self._states[key] = state
         text = self.tokenizer.response_text(turn, self.section.keep_special_tokens, self.response_stops)
         complete = int(turn[-1]) in self.turn_end_token_ids

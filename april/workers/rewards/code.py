@@ -307,8 +307,8 @@ def failure(program: str, test: Test, rules: RewardRules) -> str:
 
 
 def assertion_failure(program: str, plan: LabelPlan, mark: str, rules: RewardRules) -> str:
-    """How the assertions fail, "" if they hold; `mark`: random text that the judge prints then, unknown to the
-    program."""
+    """How the assertions fail, "" if they hold; `mark`: random text, unknown to the program, that the judge prints if
+    they hold."""
     questions, asking = os.pipe()
     answers, answering = os.pipe()
     serve = PROGRAM_SIDE + SERVE.format(questions, answering)
@@ -351,8 +351,8 @@ def run_limited(program: str, given: str, rules: RewardRules, entry: str = "") -
 
 NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 TOLERANCE = Decimal("1e-6")
-"""Maximum relative error of a number that is expected with decimals; for a number that rounds to the expected digits,
-also the maximum absolute error."""
+"""Maximum relative error of a number that is expected with decimals; also the maximum absolute error of a number that
+equals the expected one once rounded to its decimals."""
 
 
 def is_wanted_text(text: str, wanted: str) -> bool:
@@ -406,7 +406,7 @@ def is_wanted_number(value: Decimal, wanted: Decimal) -> bool:
 def is_wanted_result(text: bytes, test: CallTest) -> bool:
     """Whether the JSON that a program wrote is the wanted value; False if it is invalid, or too deep to parse.
 
-    The comparison is made here, so the program never has the wanted value.
+    The comparison is made in the verifier's process, so the program never has the wanted value.
     """
     try:
         value = json.loads(text, parse_int=Decimal, parse_float=Decimal)

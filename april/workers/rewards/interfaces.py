@@ -36,7 +36,8 @@ class Interface(NamedTuple):
 
 
 def adapted(function: Function, prefix: str, as_group: bool) -> Function:
-    """A verifier that calls a framework's function; `prefix`: as in `INTERFACES`.
+    """A verifier that calls a framework's function; `prefix`: as in `INTERFACES`. `as_group`: it scores a whole group
+    in one call, else one response.
 
     Raises LookupError for a function that cannot be called this way.
     """

@@ -267,7 +267,8 @@ class Judge:
         return self.unpack(result, OWN if is_class else ANSWER)
 
     def exchange(self, message):
-        """Send a message to the program's process, and return its next one. Raises ProgramLost."""
+        """Send a message to the program's process, and return the next message from that process. Raises
+        ProgramLost."""
         try:
             send(self.questions, message)
             return receive(self.answers)
@@ -276,7 +277,8 @@ class Judge:
             raise ProgramLost from None
 
     def error(self, kind, text, arguments, number):
-        """The exception that the program raised."""
+        """The exception that stands for one which the program raised. `kind`, `arguments`: JSON of its class and of its
+        arguments. `text`: its message. `number`: that of its object, held in the program's process."""
         kind, arguments = self.unpack(kind), tuple(map(self.unpack, arguments))
         if kind is SystemExit:
             return SystemExit(*arguments)
@@ -288,7 +290,9 @@ class Judge:
         return error
 
     def answer(self, operation, number, arguments, named):
-        """Let the program use an object that a test gave to it; returns the message with the result."""
+        """Let the program use the object of this `number`, which a test gave to it; returns the message with the
+        result. `operation`: "call", "next", "getattr" or "setattr". `arguments`, `named`: those of the operation, as
+        JSON."""
         try:
             value = self.given[number]
             arguments = list(map(self.unpack, arguments))
@@ -435,7 +439,7 @@ def run_class(kind):
 
 def with_attributes(plain, handle):
     """The plain value as an instance of a subclass, whose further attributes are those of the program's object
-    (`handle`). Comparisons take place here, on the plain value."""
+    (`handle`). The judge compares the plain value, in its own process."""
     base = type(plain)
     if base not in (int, float, str, tuple, list, dict, set, frozenset):
         return plain

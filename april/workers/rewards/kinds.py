@@ -19,7 +19,7 @@ OPPOSITES = tuple(
 """Pairs of words that say the opposite of each other, or another direction."""
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+")
 CONDITION = re.compile(r"\b(?:or\s+(?:more|less|fewer)|if)\b")
-"""Regular expression for words after a value that turn it into a bound ("or more") or make it conditional ("if")."""
+"""Regular expression for words after a number that turn it into a bound ("or more") or make it conditional ("if")."""
 COMPASS = re.compile(r"(?:\\circ|\xb0|degrees?)\W*(?:\\text\s*\{\s*)?([NSEW])\b")
 DEGREE = re.compile(r"\^\s*\{?\s*\\circ|\xb0|\bdegrees?\b")
 PERCENT = re.compile(r"%|\bpercent\b")

@@ -48,7 +48,8 @@ class RewardRules(msgspec.Struct, frozen=True):
     """The run's verifier (`reward.name`). Only its responses have a reward composed of `parts`."""
     parts: dict[str, RewardPart] = {}
     feedback: int = 0
-    """Longest feedback that is kept (characters); 0 where nothing shows it, and none is kept."""
+    """Longest feedback of a verifier that is kept (characters); 0 keeps none, as where the run's algorithm does not
+    show feedback to the policy."""
     traced: bool = False
     """Whether error texts contain the whole traceback."""
 
@@ -77,7 +78,8 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     turns: int = 0
     """Number of turns that the policy has taken in the response; 0 if unknown."""
     budget: int = 0
-    """Most tokens of this response; 0: the run's `max_response_tokens`. The overlong penalty's buffer ends there."""
+    """Most tokens of this response; 0: the run's `max_response_tokens`. The overlong penalty's buffer ends at this
+    budget."""
 
 
 class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -49,7 +49,8 @@ def joined(columns: Mapping[str, Sequence[Score]], items: Sequence[Item]) -> lis
 
 
 def with_part(score: Score, part: tuple[str, Score]) -> Score:
-    """The score with the reward of a part's verifier as a further detail; details that the score has are kept."""
+    """The score with the reward of a part's verifier as a further detail; details that the score has are kept. If one
+    of the two scores is an error, that error. `part`: (name of the part, score by its verifier)."""
     name, given = part
     if score.reward is None or given.reward is None:
         return given if given.reward is None else score

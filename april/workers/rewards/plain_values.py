@@ -60,7 +60,8 @@ def pack(value, foreign, derived=lambda value, plain: plain):
 
 
 def encode(value, kind, packed):
-    """JSON of a plain value, or of an instance of a subclass as its base class; None for any other value."""
+    """JSON of a plain value, or of an instance of a subclass as its base class; None for any other value. `kind`: class
+    of the value. `packed(item)`: JSON of a contained value."""
     for name, (plain, to_json, _) in SPELLED.items():
         if issubclass(kind, plain):
             return {name: to_json(value)}
@@ -74,7 +75,8 @@ def encode(value, kind, packed):
 
 
 def numpy_json(value, kind, packed, derived):
-    """JSON of a NumPy array, or of a NumPy scalar as a plain number."""
+    """JSON of a NumPy array, or of a NumPy scalar as a plain number. `kind`, `packed`: as for `encode`. `derived`: as
+    for `pack`."""
     if kind.__name__ != "ndarray":
         return derived(value, packed(value.item()))
     return {"array": [value.dtype.str, list(value.shape), packed(value.ravel().tolist())]}

@@ -30,7 +30,8 @@ MAX_TIMEOUTS = 2
 
 class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
     def __init__(self, processes: int, rules: RewardRules, output_file: Path | None = None):
-        """`output_file`: file for the output of verifiers; None for the worker's own."""
+        """`processes`: number of verifier processes. `output_file`: file for what verifiers print; None for the
+        worker's own output."""
         self.rules = rules
         self.output_file = output_file
         self.undecided = 0
@@ -48,7 +49,8 @@ class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
         tokens: int = 0,
         state: bytes = b"",
     ) -> None:
-        """Queue a response. `tokens`: its length. `state`: final state of its environment (MessagePack)."""
+        """Queue a response for scoring; its `Score` has this `key`. `verifier`: name of the verifier. `tokens`: length
+        of the response. `state`: final state of its environment (MessagePack)."""
         self.put(Item(key, verifier, response, label, finish_reason, prompt, tokens, state))
 
     def submit_group(self, key: int, verifier: str, items: list[Item]) -> None:

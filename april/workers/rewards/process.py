@@ -124,7 +124,7 @@ def answers_to(batch: list[Item | GroupItem], rules: RewardRules) -> tuple[Seque
 def preload(name: str, rules: RewardRules) -> None:
     """Import a verifier, and warm it up on an example if it needs a large package, since its first call is slow.
 
-    Errors are ignored here; they are reported with the items that name the verifier.
+    Errors of the import are ignored; they are reported with the items that name the verifier.
     """
     with contextlib.suppress(Exception):
         verifier = find_verifier(name)
@@ -234,8 +234,8 @@ def group_answer(group: GroupItem, scores: list[Score]) -> Score | GroupScore:
 
 
 def validated(score: Score, item: Item, rules: RewardRules) -> Score:
-    """The shaped score; an error if the reward or a detail is not a finite number within bounds, before or after
-    shaping."""
+    """The shaped score; an error if `score_objection` refuses the reward or a detail (not a finite number, or too
+    large) before or after shaping."""
     error = score.error or score_objection(score.reward, score.details) or token_score_objection(score, item, rules)
     if not error and score.reward is not None:
         counted = {OVER_LIMIT: 0.0} if rules.over_limit == "wrong" else {}

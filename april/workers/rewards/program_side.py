@@ -81,7 +81,9 @@ class ProgramSide:
             send(self.answers, ["raised", self.pack(type(error)), text, arguments, self.hold(error)])
 
     def ask(self, operation, number, arguments, named):
-        """Let the judge use an object that a test gave to the program; it may ask questions of its own meanwhile."""
+        """Let the judge use the object of this `number`, which a test gave to the program, and return the result; the
+        judge may ask questions meanwhile. `operation`: as for the judge's `answer`. `arguments`, `named`: those of the
+        operation."""
         packed = [list(map(self.pack, arguments)), {name: self.pack(value) for name, value in named.items()}]
         send(self.answers, ["asks", operation, number, *packed])
         while (message := receive(self.questions))[0] not in ("gives", "raises"):

@@ -318,7 +318,8 @@ class LabelReader:
         return found
 
     def asserts(self, statements: Iterable[ast.stmt], seen: set[str]) -> bool:
-        """Whether statements, when they are executed, assert something that depends on the program."""
+        """Whether statements, when they are executed, assert something that depends on the program. `seen`: names of
+        functions and classes already searched; those found are added."""
         found = False
         for node in statements:
             if isinstance(node, Function | ast.ClassDef):

@@ -75,8 +75,9 @@ def secret(name: str) -> str:
 
 
 def post(url: str, request: urllib.request.Request, deadline_s: float, longest_bytes: int = LONGEST_ANSWER_BYTES):
-    """Send the request and return the decoded answer; retries while that can help and there is time. `url`: the address
-    without secrets, for errors. Raises RemoteError, also for an answer of more than `longest_bytes`."""
+    """Send the request and return the decoded answer. Lost connections and RETRIABLE_STATUSES are retried, at most
+    TRIES times in all and until `deadline_s` (monotonic clock). `url`: the address without secrets, for errors. Raises
+    RemoteError, also for an answer of more than `longest_bytes`."""
     pause_s = FIRST_PAUSE_S
     for number in range(1, TRIES + 1):
         try:

@@ -190,7 +190,7 @@ def proportional_bytes(pid: int) -> int:
 
 
 def written(folder: str, pids: list[int], most: int) -> tuple[int, int]:
-    """(number of files and folders in a folder, disk usage in bytes of its files and of deleted files still open).
+    """(entries in a folder, disk usage in bytes of its files and of deleted files that processes `pids` have open).
 
     Counting ends at `most` + 1 entries; a folder that cannot be read, as its path is too long, counts as that many.
     """
@@ -244,7 +244,7 @@ RUNNING, RUNNING_LOCK = set[int](), threading.Lock()
 TAIL_BYTES = 4000
 PREFIX = "april-program-"
 REMOVAL_S = 1.0
-"""Longest time that removing folders takes after a program (s). What is left then is removed after later programs."""
+"""Time limit for removing folders after a program (s). What is left then is removed after later programs."""
 LEFT_S = 60.0
 """Age from which a program's folder that no process has locked counts as left over from a killed verifier (s)."""
 NAMESPACE_END_S = 10.0
@@ -305,7 +305,7 @@ def run(
 
 
 def remove_leftovers(deadline_s: float) -> None:
-    """Remove folders of this user's programs whose verifier was killed, or had no time to remove them."""
+    """Until `deadline_s` (monotonic clock), remove folders that verifiers of this user have left behind."""
     owners = {os.geteuid(), *(() if os.geteuid() else range(FIRST_UID, FIRST_UID + UIDS))}
     for folder in Path(tempfile.gettempdir()).glob(PREFIX + 8 * "?"):  # as `mkdtemp` names them
         with contextlib.suppress(OSError):
@@ -402,7 +402,7 @@ def feed(stdin: IO[bytes], unsent: memoryview) -> memoryview:
 
 
 def limit_behind(status: int, errors: bytes) -> str:
-    """The limit that ended a program, judged by the signal that killed it or the last line it wrote to stderr."""
+    """The limit that ended a program, by its exit status or its last line to stderr (`errors`); empty if none."""
     last_words = errors.rstrip().rpartition(b"\n")[2] if status else b""
     if status == SHELL_SIGNAL + signal.SIGXCPU:
         return "processor time"

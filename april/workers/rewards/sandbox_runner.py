@@ -143,9 +143,11 @@ def enter(group: str) -> None:
 
 
 def mount_files(folder: str, limits: dict) -> None:
-    """Mount a file system in memory over the folder, with the files that are in it; the kernel holds its limits.
+    """Mount a file system in memory over the folder, with the files that are in it. The kernel enforces `limits`:
+    `files_mb` and `entries` of `SandboxLimits`.
 
-    No other mount namespace sees it, and it ends with this one. Nothing happens where it is not permitted.
+    No other mount namespace sees the file system, and it ends with the namespace of this process. Without permission to
+    mount, nothing happens.
     """
     contents = {}
     for name in os.listdir(folder):

@@ -112,7 +112,8 @@ CHOICE_PHRASES = tuple(
     )
 )
 SUPPOSED = (3, 6)
-"""Indexes of weak phrases, such as "it would be" and "B is true"; they count only if no other states a choice."""
+"""Indexes in CHOICE_PHRASES of weak phrases, such as "it would be" and "B is true"; they count only if no other phrase
+states a choice."""
 HEDGE = re.compile(r"[\s$*)]*(?:/|(?:or|and)\b)[\s$*(]*[A-Z](?![\w'])(?!\s+(?:is|are|was)\b)")
 """Regular expression for another letter after the chosen one, as in "B or C"."""
 BETWEEN_CHOICES = re.compile(r"[\s$]*\bor\b[\s$]*")

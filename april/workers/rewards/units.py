@@ -285,7 +285,7 @@ RADIANS = re.compile(r"(?P<value>.*(?:\\pi|\bpi|\u03c0).*?)\s*(?:\\text\s*\{\s*r
 
 
 def in_radians(label: str, answer: str) -> tuple[str, str] | None:
-    """Label and answer in radians, in TeX, if one of them is in degrees and the other a part of pi."""
+    """Label and answer in radians, in TeX, if one of them is in degrees and the other a part of pi; otherwise None."""
     texts = [text.strip(" $") for text in (label, answer)]
     degrees, radians = [DEGREES.fullmatch(text) for text in texts], [RADIANS.fullmatch(text) for text in texts]
     for one, other in ((0, 1), (1, 0)):

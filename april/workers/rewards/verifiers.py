@@ -133,7 +133,8 @@ def needed_names(parameters: Iterable[inspect.Parameter]) -> list[str]:
 
 
 def refuse_other_orders(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise LookupError for parameters bound by position whose names show that a group or a prompt comes first."""
+    """Raise LookupError for a function whose parameters are bound by position, if the first of their `names` is that of
+    a group (such as `responses`) or a prompt. `known`: the arguments in the order in which it would get them."""
     if "response" in known and names[0] in ("responses", "outputs", "completions"):
         raise LookupError(f"its parameter {names[0]!r} is of several responses; begin the name with 'group:'")
     if names[0] in ("question", "questions", "query", "instruction", "problem", "input", "inputs"):
@@ -143,7 +144,8 @@ def refuse_other_orders(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def refuse_names_of_others(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise LookupError if parameters are those of another framework's functions, which mean something else."""
+    """Raise LookupError if one of a function's parameter `names` is particular to another framework's functions
+    (`Interface.names`). `known`: April's parameters, for the error."""
     for prefix, interface in INTERFACES.items():
         if theirs := [name for name in names if name in interface.names]:
             raise LookupError(
@@ -214,7 +216,8 @@ def reads_state(name: str) -> bool:
 
 @cache
 def in_batches(name: str) -> bool:
-    """Whether the verifier scores many items in one call; False for custom verifiers, which are not imported here."""
+    """Whether the verifier scores many items in one call; False for custom verifiers, since this function does not
+    import them."""
     return name in VERIFIERS.shipped and getattr(VERIFIERS.find(name), "in_batches", False)
 
 

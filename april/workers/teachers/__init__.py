@@ -8,4 +8,5 @@ TEACHERS = Registry(
     {"transformers": "april.workers.teachers.folder:FolderTeacher"}
     | {name: f"april.workers.teachers.servers:{name.capitalize()}Teacher" for name in ("sglang", "vllm", "openai")},
 )
-"""Functions of `TeacherRules` that return a `Teacher`; those with the attribute `is_server` need an address."""
+"""For each kind, a function of `TeacherRules` that returns a `Teacher`; kinds with the attribute `is_server` need an
+address."""

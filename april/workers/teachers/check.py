@@ -21,12 +21,13 @@ from april.workers.teachers.servers import ServerTeacher
 PROBED_TOKENS = 256
 """Maximum number of tokens in the text that a server scores before a run."""
 PROBE_S = 60.0
-"""Longest time for scoring the probe text, seconds."""
+"""Time limit for scoring the probe text (s), unless the teacher's own limit is shorter."""
 SAME = "take a teacher with the policy's tokeniser"
 
 
 def check_teacher(config: Config, name: str, section: TeacherSection) -> None:
-    """Refuse a teacher of an unknown kind or with another tokeniser than the policy's, and a server that is silent."""
+    """Raise ConfigError for a teacher of an unknown kind or with another tokeniser than the policy's, or whose server
+    does not answer. `section`: the keys of `[teacher.NAME]`."""
     key, kind = f"teacher.{name}", TEACHERS.find(section.kind, f"teacher.{name}.kind")
     if section.kind in TEACHERS.shipped and bool(section.url) != getattr(kind, "is_server", False):
         fix = "leave it out" if section.url else "set it to http://HOST:PORT"
@@ -48,7 +49,8 @@ def check_teacher(config: Config, name: str, section: TeacherSection) -> None:
 
 
 def compare(key: str, section: TeacherSection, policy: Tokenizer, teacher: Tokenizer) -> None:
-    """Refuse a tokeniser with other tokens than the policy's, by the first that differs."""
+    """Raise ConfigError for a tokeniser with other tokens than the policy's, with the first that differs. `key`: the
+    configuration key named in the error."""
     ours, theirs = ({number: token for token, number in each.inner.get_vocab().items()} for each in (policy, teacher))
     for number in sorted(ours.keys() | theirs.keys()):
         if ours.get(number) != theirs.get(number):
@@ -57,7 +59,8 @@ def compare(key: str, section: TeacherSection, policy: Tokenizer, teacher: Token
 
 
 def probe(key: str, teacher: ServerTeacher, policy: Tokenizer) -> None:
-    """Have a server score a text of plain words, and compare what it says of its tokens with the policy's tokeniser."""
+    """Have a server score a text of plain words, and compare the ids and texts that it reports with the policy's
+    tokeniser. Raises ConfigError. `key`: the configuration key named in the error, without `.url`."""
     ids = list(islice(plain_ids(policy), PROBED_TOKENS))
     try:
         scored = teacher.scored(ids, with_texts=True)

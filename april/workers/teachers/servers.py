@@ -41,7 +41,8 @@ class ServerTeacher:
         self.rules = rules
 
     def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
-        """The tokens of a text as the server scores them. Raises RemoteError, or LookupError if a field is missing."""
+        """The tokens of a text as the server scores them. `with_texts`: with each token's text. Raises RemoteError, or
+        LookupError if a field of the answer is missing."""
         raise NotImplementedError
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:

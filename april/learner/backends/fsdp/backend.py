@@ -73,7 +73,8 @@ class FSDPBackend(Backend):
         return self.frozen(path, 1.0, "bf16" if checkpoint.dtype_of_folder(path) == torch.bfloat16 else "fp32")
 
     def frozen(self, path: Path, temperature: float, form: str) -> nn.Module:
-        """The model of a folder, never updated, with its weights in a form that `lora.base` takes. Collective."""
+        """The model of a folder, never updated, that scores at `temperature`. `form`: that of its weights, a value of
+        `lora.base`, such as "bf16". Collective."""
         model = empty_policy(path, temperature).requires_grad_(False)
         check_sharing(model.lm, self.config.learner.context_parallel)
         frozen_base.hold_frozen(model.lm, form)

@@ -194,7 +194,7 @@ class MegatronBackend(Backend):
 
 
 def no_values(first: int, end: int) -> Tensor:
-    """The values of a tensor that another stage holds."""
+    """Stands in for `HeldTensor.values` of a tensor that only other stages hold; of it this rank has no values."""
     return torch.empty(0)
 
 

@@ -138,8 +138,9 @@ def state_to_load(source: Path, lm: nn.Module, model: GPTModel, shapes: dict[str
 def check_tensors(
     source: Path, wanted: list[ShardedTensor], shapes: dict[str, torch.Size], twice: Collection[str]
 ) -> None:
-    """Raises ModelError if a tensor has another shape (more rows of a vocabulary are allowed), or if the checkpoint has
-    further tensors, except optimizer state and the duplicates named in `twice`."""
+    """Raises ModelError if a tensor of the checkpoint, whose tensors have these `shapes`, has another shape than the
+    model's in `wanted` (more rows of a vocabulary are allowed), or if it is not among these, except optimizer state and
+    the duplicates named in `twice`."""
     known = {tensor.key for tensor in wanted}.union(twice)
     if others := [key for key in shapes if key not in known and OPTIMIZER not in key]:
         raise ModelError(

@@ -113,8 +113,8 @@ def score_rows(
     group: dist.ProcessGroup,
     logit_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of each target, as `score_tokens`, for one chunk of rows whose logits exist all at
-    once."""
+    """Log-probability and entropy of each target, as `score_tokens` and with its parameters, for one chunk of rows of
+    `hidden` whose logits exist all at once."""
     logits = (CopyToRanks.apply(hidden.float(), group) @ weight.float().T).to(logit_dtype).float() / temperature
     largest = logits.detach().amax(1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

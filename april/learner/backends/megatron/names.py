@@ -101,7 +101,8 @@ def check_stages(lm: nn.Module, folder: Path, layout: ParallelLayout) -> None:
 
 
 def own_rows(tensor: Tensor, mesh: DeviceMesh) -> int:
-    """Unpadded vocabulary rows on this rank; the vocabulary is padded to equally many rows per rank."""
+    """Number of rows of `tensor`, [vocabulary, D], on this rank, without the padding that gives each tensor-parallel
+    rank equally many rows."""
     each = -(-len(tensor) // mesh[SHARES].size())
     return max(0, min(each, len(tensor) - mesh.get_local_rank(SHARES) * each))
 

@@ -42,7 +42,8 @@ def prompt(length: int = 5, seed: int = 0) -> np.ndarray:
 
 
 def requests_of_many_shapes(count: int = 20, **options) -> list[Request]:
-    """Requests with prompts of 1 to 40 tokens and budgets of 1 to 60 new tokens."""
+    """Requests with prompts of 1 to 40 tokens and budgets of 1 to 60 new tokens. `options`: further fields of
+    `Request`."""
     rng = np.random.default_rng(7)
     return [
         Request(i, prompt(int(rng.integers(1, 41)), seed=i), int(rng.integers(1, 61)), seed=i, **options)
@@ -53,10 +54,11 @@ def requests_of_many_shapes(count: int = 20, **options) -> list[Request]:
 def drive(
     engine, requests=(), steps: int | None = None, tokens: int | None = None, begun: Iterable[int] = ()
 ) -> dict[int, Stream]:
-    """Submit requests, then step until nothing is live, `steps` are done, or `tokens` more have been generated.
+    """Submit requests, then step until none is live, `steps` are done, or `tokens` more have been generated; returns
+    all chunks of each request by its id.
 
-    Also waits for a first chunk of each request in `begun`. The result includes chunks of requests that ended
-    earlier, while weights were loaded. Asserts that no request fails.
+    Beyond `tokens`, waits for a first chunk of each request whose id is in `begun`. The result includes chunks of
+    requests that ended earlier, while weights were loaded. Asserts that no request fails.
     """
     heard_at, generated = clock.now(), engine.generated_tokens
     for request in requests:
@@ -103,7 +105,8 @@ def assert_agree(counts: np.ndarray, probabilities: np.ndarray) -> None:
 
 
 def assert_frequencies(engine, model, options: dict, seeds: int) -> None:
-    """Assert that the first tokens of one prompt under many seeds have the distribution that `options` ask for.
+    """Assert that the first tokens of one prompt, under the sampling seeds 0 to `seeds` - 1, have the distribution that
+    `options` (sampling fields of `Request`) ask for. `model`: the `TinyModel` that the engine runs.
 
     The options cut by top-k, then by top-p to the fewest likeliest tokens whose mass reaches top-p. Behaviour
     log-probabilities are those of the uncut distribution.
@@ -323,7 +326,8 @@ def check(
     interrupts: bool = False,
     cases: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator that registers a function `name_that_is_a_sentence(bench, ...)` as checks.
+    """Decorator that registers a function `name_that_is_a_sentence(bench, ...)` as checks. `of_true_distribution`,
+    `interrupts`: as in `Check`.
 
     `cases`: arguments of the function by case name; each case is one check.
     """

@@ -34,7 +34,8 @@ STEP_CHANGE = 1e-3
 
 
 def a_step_further(weights: Weights, seed: int = 0) -> Weights:
-    """Weights of the next version, one training step later."""
+    """Weights of the next version, one training step later: each value changed by STEP_CHANGE, with a random sign by
+    `seed`."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor + STEP_CHANGE * torch.randn(tensor.shape, generator=generator).sign().to(tensor.dtype)
@@ -228,7 +229,8 @@ def frequencies_agree_with_the_distribution_asked_for(bench: Bench):
 
 @check(of_true_distribution=True, cases={str(options): {"options": options} for options in CUT_OPTIONS})
 def frequencies_agree_with_the_cut_distribution_asked_for(bench: Bench, options: dict):
-    """An engine whose entry has no `truncates_sampling` passes if it refuses requests with top-k or top-p."""
+    """Checks that first tokens have the distribution cut by `options` (sampling fields of `Request`). An engine whose
+    entry has no `truncates_sampling` passes if it refuses requests with top-k or top-p."""
     engine = bench.make_engine(slots=64)
     if bench.entry.truncates_sampling:
         assert_frequencies(engine, bench.models(), options, seeds=1000)

@@ -56,7 +56,8 @@ def check_engine_named(name: str, overrides: list[str], say: Callable[[str], Non
 
 
 def try_engine(name: str, keys: Keys) -> None:
-    """Run the first checks of `check_engine_named` on an engine, with a tiny model. `keys`: further configuration keys.
+    """Run the checks in FIRST_CHECKS (streams without gaps, valid tokens and log-probabilities) on the engine of this
+    name, with a tiny model. `keys`: further configuration keys.
 
     Raises AssertionError for a failed check, or what the engine raises; ConfigError if the engine cannot be found;
     NotTried if it cannot be built with the tiny model, which may lack files that the engine needs.

@@ -94,8 +94,9 @@ BAD = {
 
 @check(cases={case: {"spoil": spoil} for case, spoil in BAD.items()})
 def bad_weights_are_refused_and_the_old_ones_stay(bench: Bench, spoil: Callable[[Weights], list[str]]):
-    """Checks that an engine refuses each kind of bad weights, names them, and keeps generating with the old weights. An
-    engine can refuse all of them by `april.workers.engines.entry.check_tensors`."""
+    """Checks that an engine refuses each kind of bad weights with an error that names the fault, and keeps generating
+    with the old weights. `spoil(weights)`: makes weights bad, and returns texts that the error must have. An engine can
+    refuse all of them by `april.workers.engines.entry.check_tensors`."""
     request = Request(1, prompt(), 30, temperature=0.0)
     whole = drive(bench.make_engine(), [request])[1]
     engine = bench.make_engine()

@@ -179,8 +179,8 @@ class TorchEngine:
         return chunks + self._finish_step(step)
 
     def _begin_step(self, decoder: Decoder) -> DecodeStep | None:
-        """Admit and prefill requests while there is room, and launch a decode step of the running slots; None if
-        none."""
+        """Admit and prefill requests while there is room, then launch a decode step of the running slots and return it;
+        None if no slot runs."""
         self._admit()
         if self._awaiting_prefill:
             self._prefill(decoder)
@@ -245,14 +245,15 @@ class TorchEngine:
         self._batch = None
 
     def _waves(self, placed: list[int]) -> list[Wave]:
-        """Waves of slots to prefill. With `keep_cache` no cached prefix is shared: it may come from older weights."""
+        """Waves (`shared_prefixes`) in which to prefill the slots `placed`. With `keep_cache` no cached prefix is
+        shared: it may come from older weights."""
         unfilled = set(self._awaiting_prefill)
         filled = [slot for slot in self._slot_of.values() if slot not in unfilled and not self.keep_cache]
         return shared_prefixes(self._table, placed, filled)
 
     def _launch(self, decoder: Decoder, batch: DecodeBatch) -> DecodeStep:
-        """Sample one token for every running sequence, after those of launched steps; an accelerator computes it while
-        the host goes on."""
+        """Launch a decode step, which samples the next token of every running sequence; earlier steps may still be
+        unread. An accelerator computes it while the host goes on."""
         uniform = to_device(uniforms(batch.stream, batch.lengths + batch.unread), self.device)
         logits = self._cache.decode(decoder, batch)
         tokens, logprobs = sample(logits, uniform, batch.plan)
@@ -276,7 +277,8 @@ class TorchEngine:
         return self._collect(batch, runs)
 
     def _fail(self, slots: np.ndarray) -> list[Chunk]:
-        """Fail sequences without finite logits, and return their tokens; the others sample the same token next step.
+        """Fail the sequences in `slots`, whose logits are not finite, and return their tokens as chunks; the others
+        sample the token of this step again in the next one.
 
         Raises EngineError if several run and none has finite logits, which means that the weights are bad.
         """
@@ -307,15 +309,16 @@ class TorchEngine:
         )  # fmt: skip
 
     def _evict(self, stored: np.ndarray) -> None:
-        """Take the cache from the youngest sequence that has some; it is prefilled again when there is room."""
+        """Free the cache of the sequence admitted last among those in the cache; it is prefilled again when there is
+        room. `stored`: int [slots], number of positions with keys and values in each slot."""
         youngest = next(slot for slot in reversed(self._slot_of.values()) if slot not in self._awaiting_prefill)
         self._cache.release(youngest, stored)
         self._awaiting_prefill.append(youngest)
         self._cache_full = True
 
     def _collect(self, batch: DecodeBatch, runs: np.ndarray) -> list[Chunk]:
-        """Chunks that are due after a decode step; finished sequences free their slots. `runs`: bool [n], rows of
-        sequences that had not ended before."""
+        """Chunks that are due after a decode step (full, or at a tick, or a sequence has ended); ended sequences free
+        their slots. `runs`: bool [n], rows of sequences that had not ended before."""
         is_tick, table = self._ticks.passed(time.monotonic()), self._table
         stopped = batch.stopped()
         if not (stopped.any() or (batch.lengths >= batch.due_at).any() or is_tick):

@@ -79,7 +79,8 @@ class TorchEntry(EngineEntry):
 
 
 def limit_memory(config: Config, device: str) -> None:
-    """Limit the memory that torch allocates in this process, if the configuration says so."""
+    """Limit the memory that torch allocates in this process, if `device` is "cuda" and `engine.server` has
+    MEMORY_OPTION."""
     if device == "cuda" and (fraction := config.engine.server.get(MEMORY_OPTION)):
         import torch
 

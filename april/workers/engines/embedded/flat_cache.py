@@ -215,7 +215,7 @@ class FlatCache:
         return None if start is None else (start, capacity)
 
     def release(self, slot: int, stored: np.ndarray) -> None:
-        """Free the slot's extent."""
+        """Free the slot's extent. `stored` is not read; `KVCache.release` needs it."""
         self._extents.give(int(self._start_of[slot]), int(self._capacity_of[slot]))
         self._start_of[slot] = -1
 
@@ -243,7 +243,8 @@ class FlatCache:
         return slots[(self._start_of[slots] >= 0) & (positions >= self._capacity_of[slots])]
 
     def promote(self, slot: int, stored: np.ndarray) -> bool:
-        """Move a sequence that fills its extent into a larger one. Returns whether the cache had room."""
+        """Move a sequence that fills its extent into a larger one. Returns whether the cache had room. `stored`: int
+        [slots], number of positions with keys and values in each slot."""
         length = int(stored[slot])
         extent = self._take(length)
         if extent is None:

@@ -88,7 +88,8 @@ class LengthGroup:
         self._bias.view(-1).index_fill_(0, (self._bias_row_starts + positions.unsqueeze(1)).view(-1), 0.0)
 
     def _lay_out(self, positions: Tensor) -> None:
-        """Compute index bases, mask and views, which steps reuse until the rows or the attention length change."""
+        """Compute index bases, mask and views, which steps reuse until the rows or the attention length change.
+        `positions`: as for `begin_step`."""
         layers, _, held, heads, capacity, head_dim = self.keys_values.shape
         rows, length = len(self.slots), self._length
         row, head = torch.arange(rows, device=self.device).unsqueeze(1), torch.arange(heads, device=self.device)
@@ -104,7 +105,7 @@ class LengthGroup:
         self._visible = [(seen[layer, 0], seen[layer, 1]) for layer in range(layers)]
 
     def attend(self, layer: int, heads: Tensor) -> Tensor:
-        """Store one token's keys and values per row, and attend.
+        """Store one token's keys and values per row, in the cache of this `layer`, and attend.
 
         `heads`: [rows, heads + 2 * kv_heads, head_dim], rotated queries, keys and values. Returns [rows, heads *
         head_dim].
@@ -184,7 +185,8 @@ class KVCache:
         return slots[positions >= self.capacities_of(slots)]
 
     def promote(self, slot: int, stored: np.ndarray) -> bool:
-        """Move a sequence that fills its group into the next one; there always is room."""
+        """Move a sequence that fills its group into the next one; there always is room, so it returns True. `stored`:
+        as for `release`."""
         length = int(stored[slot])
         old, row = self.groups[self._group_of[slot]], self._row_of[slot]
         held = old.keys_values[:, :, row, :, :length].clone()

@@ -3,7 +3,7 @@
 A step ends no earlier than the cost model's time for it: a + b * running + c * KV tokens, plus the prefill of admitted
 requests, times a slow-down factor with which the CPU can keep up. Steps of a busy engine follow each other without a
 gap, so the worker's own work between two steps counts as part of the second. Steps that took longer than the model says
-are counted; if there are more than a few, the run's times are the CPU's, not the model's.
+are counted; if their share is above LATE_SHARE, the run's times are the CPU's, not the model's.
 """
 
 import logging
@@ -49,7 +49,8 @@ class Pace:
 
 class PacedEngine(TorchEngine):
     def __init__(self, model_path: str | Path, pacing: Pacing, factor: float, status_file: Path, **options: Any):
-        """`status_file`: JSON file for the `Pace` statistics. `options`: those of `TorchEngine`."""
+        """`pacing`: the cost model. `factor`: real seconds per second of the cost model. `status_file`: JSON file for
+        the `Pace` statistics. `options`: those of `TorchEngine`."""
         super().__init__(model_path, **options)
         self.pacing, self.pace, self._status_file = pacing, Pace(pacing.cost.source, factor), status_file
         self._contexts = self._context_tokens = self._kv = 0

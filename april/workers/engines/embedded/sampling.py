@@ -93,7 +93,8 @@ def sample_support(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sampled token, its log-probability over its support, and the support's ids, int64 [S], ascending.
 
-    `logits`: float32 [vocabulary]. `uniform`: float64, in [0, 1). Top-k comes first, then top-p, then min-p.
+    `logits`: float32 [vocabulary]. `uniform`: float64, in [0, 1). Temperature 0 is greedy. Top-k comes first, then
+    top-p, then min-p.
     """
     weights = (logits / (temperature or 1.0)).softmax(-1)
     (weights,) = cut(weights[None], torch.tensor(top_k or len(weights)), torch.tensor(top_p))

@@ -62,7 +62,8 @@ class SlotTable:
 class DecodeBatch:
     """The running slots in cache order, with the arrays that a decode step needs.
 
-    It is rebuilt when the set of running slots changes or a row is due; the steps between only touch whole arrays.
+    It is rebuilt when the set of running slots changes or a row is due (`due_at`); the steps between only touch whole
+    arrays.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class DecodeBatch:
         vocabulary: int,
         device: torch.device,
     ):
-        """`full_at`: int64 [n], the context length at which a row has outgrown its place in the cache."""
+        """`slots`: int64 [n], the slot of each row. `full_at`: int64 [n], the context length at which a row has
+        outgrown its place in the cache. `chunk_tokens`: tokens at which a chunk is due."""
         self.slots = slots
         self.lengths = table.length[slots]
         self.due_at = np.minimum(np.minimum(table.max_length[slots], table.handed_over[slots] + chunk_tokens), full_at)

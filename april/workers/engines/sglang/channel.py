@@ -19,14 +19,16 @@ from april.workers.engines.sglang.engine import SGLangEngine, VerifyWeights
 from april.workers.engines.weight_loading import WeightLoader, scored_text
 
 JOIN_TIMEOUT_FACTOR = 5
-"""Longest time for a server to join all groups of a channel, as a multiple of the invitation's timeout for all of them:
+"""Longest time for a server to join all groups of a channel, as a multiple of the timeout in the learner's invitation:
 a gloo group may take several times its timeout to form or fail."""
 LEAVE_S = 1.0
-"""Longest time to leave all groups of a channel, seconds. It is short because the worker sends no sign of life then."""
+"""Longest time to leave all groups of a channel, seconds. It is short because the worker sends no heartbeat
+meanwhile."""
 
 
 class ServerWeightChannel:
-    """Implements `InferenceServer`: a worker's SGLang servers as members of a weight channel. Those that are up join.
+    """Implements `InferenceServer`: a worker's SGLang servers as members of a weight channel. Servers that are up when
+    the learner invites the worker join.
 
     A server that hangs in a group which the learner has given up is reported to its engine, which restarts it.
     """
@@ -37,7 +39,7 @@ class ServerWeightChannel:
         """Indices of the servers that have joined the channel, or are joining it."""
 
     def up(self) -> tuple[bool, ...]:
-        """For each server whether it is up; an empty tuple if none is."""
+        """For each server whether it is up (can load weights now); an empty tuple if none is."""
         ups = tuple(engine.ready for engine in self._engines)
         return ups if any(ups) else ()
 
@@ -74,7 +76,8 @@ class ServerWeightChannel:
             await asyncio.gather(*(self._enter(engine, own | name, deadline) for engine, own in calls))
 
     async def _enter(self, engine: SGLangEngine, body: dict, deadline: float) -> None:
-        """Have a server join one group."""
+        """Have a server join one group. `body`: of the call to the server. `deadline`: Unix time, seconds. A server
+        that does not answer by then is reported to its engine as stuck."""
         try:
             await call_once(engine, "/init_weights_update_group", body, deadline)
         except ServerSilent as error:

@@ -12,7 +12,7 @@ from april.workers.engines.base import EngineError
 API_KEY = "APRIL_SGLANG_API_KEY"
 """Environment variable with the API key of a server that requires one."""
 CALL_S = 10.0
-"""Longest wait for an answer that costs the server no work (s)."""
+"""Time limit of a call that the server answers without work, unless the caller sets another (s)."""
 LONGEST_EVENT_BYTES = 64 << 20
 
 
@@ -88,7 +88,8 @@ class SGLangClient:
         return answer
 
     async def generate(self, body: dict) -> AsyncGenerator[dict, None]:
-        """Yield the events of one streamed /generate until its end. Raises ServerRefuses and ServerGone."""
+        """Yield the events of one streamed POST /generate with `body` until its end. Raises ServerRefuses and
+        ServerGone."""
         try:
             async with self._open().post(self.url + "/generate", **self._body(body)) as response:
                 if response.status != 200:
@@ -126,7 +127,8 @@ def decode(content: bytes) -> Any:
 
 
 def reason(answer: Any, content: bytes) -> str:
-    """Reason of a refusal, from wherever SGLang puts it: error, error.message, message, detail, or plain text."""
+    """Reason of a refusal, from wherever SGLang puts it in the answer (JSON, or its bytes `content`): error,
+    error.message, message, detail, or plain text."""
     if isinstance(answer, dict):
         text = answer.get("error") or answer.get("message") or answer.get("detail") or answer
         return str(text.get("message", text) if isinstance(text, dict) else text)

@@ -86,9 +86,11 @@ class SGLangEngine(ServerRequests):
     ):
         """Blocks until the server serves. Raises ServerFailed.
 
-        `stream_tokens`: tokens per streamed event. `stall_s`: the server counts as hung if it streams nothing for so
-        long while it has requests. `update_s`: longest weight update. `start_s`: longest absence of an external server.
-        `loop`, `step_signal`: shared by several engines; the caller closes the loop.
+        `slots`: most requests (`capacity`). `chunk_tokens`, `report_s`: a chunk is due after so many tokens or seconds.
+        `pause`: SGLang's mode for weight updates. `max_restarts`: restarts in a row that finish no request. `push`:
+        None for `DiskSnapshot`. `stream_tokens`: tokens per streamed event. `stall_s`: the server counts as hung if it
+        streams nothing for so long while it has requests. `update_s`: longest weight update. `start_s`: longest absence
+        of an external server. `loop`, `step_signal`: shared by several engines; the caller closes the loop.
         """
         check_pause(pause, stream_tokens)
         self.model_path, self.vocabulary, self.max_context = Path(model_path), vocabulary, max_context
@@ -127,7 +129,7 @@ class SGLangEngine(ServerRequests):
         return self.info.get("max_total_num_tokens")
 
     def check(self, request: Request, live: Container[int]) -> None:
-        """Raise EngineError for a request that can never run here, or whose id is in `live`."""
+        """Raise EngineError for a request that can never run on this engine, or whose id is in `live`."""
         check_request(request, self.vocabulary, self.max_context, live)
 
     def submit(self, request: Request) -> None:
@@ -396,10 +398,8 @@ class SGLangEngine(ServerRequests):
     # --- the server ---------------------------------------------------------------------------------------------
 
     async def _start(self, again: bool = False) -> None:
-        """Start the server, unless it is external, and wait until it serves.
-
-        Raises ServerFailed, ServerGone, ServerRefuses.
-        """
+        """Start the server, unless it is external, and wait until it serves. `again`: count it as a restart. Raises
+        ServerFailed, ServerGone, ServerRefuses."""
         self.restarts += again
         for retries_left in reversed(range(PORTS_TRIED)):
             if self._client:

@@ -285,7 +285,8 @@ def memory_share(config: Config, total_bytes: float, free_bytes: float, weight_b
 
 
 def other_bytes(config: Config, total_bytes: float) -> float:
-    """Bytes that the server needs besides weights and KV cache."""
+    """Estimate of the bytes that the server needs besides weights and KV cache, on an accelerator with
+    `total_bytes`."""
     server, total_gib = config.engine.server, total_bytes / GIB
     usual = next(tokens for below, tokens in PREFILL_CHUNKS if total_gib < below)
     chunk = int(server.get("chunked_prefill_size", usual))

@@ -133,7 +133,8 @@ class SGLangFleet:
         return self._loop.run_until_complete(self._abort_requests(ids))
 
     async def _abort_requests(self, ids: set[int]) -> list[Chunk]:
-        """Abort on all servers concurrently, so that a hung one does not delay the others."""
+        """Abort the requests with these ids on all servers concurrently, so that a hung server does not delay the
+        others."""
         return list(chain.from_iterable(await asyncio.gather(*(engine.abort_requests(ids) for engine in self._alive))))
 
     # --- weights ----------------------------------------------------------------------------------------------------

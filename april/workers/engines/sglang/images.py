@@ -86,7 +86,8 @@ class SentImages:
         return sent
 
     def fields(self, context: Sequence[int]) -> dict[str, Any]:
-        """Fields of the body of POST /generate for token ids that contain the images. Raises ValueError."""
+        """Fields of the body of POST /generate with the images and the token ids `context`, in which each image has all
+        its placeholders. Raises ValueError."""
         ids = self.collapsed(np.array(context)).tolist()
         return {"input_ids": ids, "image_data": self.urls, "return_prompt_token_ids": True}
 

@@ -62,7 +62,7 @@ class ServerRequests:
         self._unverified: Version | None = None
         """Version that is loaded but has not passed its weight check; chunks of its tokens are held back."""
         self._names: dict[str, Version] = {}
-        """Versions by their name on the server (`weight_version`)."""
+        """Policy versions by the name that the server reports with tokens (`weight_version`)."""
         self._updating = False
         self._last_event_at = clock.now()
         self._loop, self._owns_loop = loop or asyncio.new_event_loop(), loop is None
@@ -235,7 +235,7 @@ class ServerRequests:
 # --- scores of a text -------------------------------------------------------------------------------------------------
 
 DTYPES = {"half": "float16", "float": "float32"}
-"""Data type names of servers that differ from April's."""
+"""Data type name of a server -> April's name, where the two differ."""
 
 
 def score_body(tokens: np.ndarray) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class StreamedRequest:
     """Supports of the pending tokens, if the request asks for them."""
     task: asyncio.Task | None = None
     finish_reason: Finish | None = None
-    """Set once the server has reported the end; the pending tokens are then the last."""
+    """Finish reason that the server has reported; the pending tokens are then the last. None before."""
     interrupted: bool = False
     """Whether the current attempt was aborted to continue under other weights."""
     ended: bool = False
@@ -59,8 +59,9 @@ class StreamedRequest:
         self.rid, self.attempt_tokens, self.interrupted = uuid.uuid4().hex, 0, False
 
     def body(self, version: Version, stream_tokens: int) -> dict[str, Any]:
-        """Body of POST /generate. It states every default, and uses the version as key of the prefix cache. Raises
-        EngineError for images that the server cannot be shown with the tokens sampled so far."""
+        """Body of POST /generate, with `stream_tokens` tokens per event. It states every default, and uses the version
+        as key of the prefix cache. Raises EngineError for images that the server cannot be shown with the tokens
+        sampled so far."""
         request = self.request
         self.context = [*request.tokens.tolist(), *self.generated]
         sampling = {

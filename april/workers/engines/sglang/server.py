@@ -42,7 +42,8 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
 HOST = "127.0.0.1"
 PORTS = range(20_000, 30_000)
-"""Ports for servers, outside Linux's default ephemeral range: a server binds its port up to minutes after the check."""
+"""Ports for servers, outside Linux's default ephemeral range: a server may bind its port minutes after April found it
+free."""
 PORTS_TRIED = 3
 """Number of ports tried in turn, if another process binds the chosen one first."""
 IMAGES_AS_SENT = {"SGLANG_MM_AVOID_RETOKENIZE": "1", "SGLANG_VLM_CACHE_SIZE_MB": "0"}
@@ -87,7 +88,8 @@ class ServerSettings:
         return ["-c", SGLANG_PROGRAM]
 
     def own_options(self, port: int) -> dict[str, Any]:
-        """Options set by April: token ids in and out, incremental streaming, no sampling defaults from the model."""
+        """Options set by April for a server at `port`: token ids in and out, incremental streaming, no sampling
+        defaults from the model."""
         given: dict[str, Any] = {
             "model_path": str(self.model.absolute()), "host": HOST, "port": port, "skip_tokenizer_init": True,
             "incremental_streaming_output": True, "max_running_requests": self.slots, "sampling_defaults": "openai",
@@ -313,7 +315,8 @@ def check_ranks(info: Mapping[str, Any], expected: int) -> None:
 
 
 def check_pause(pause: str, stream_tokens: int) -> None:
-    """Raise EngineError for a pause mode under which a token's version would be unknown."""
+    """Raise EngineError for a pause mode under which a token's version would be unknown: any but "abort", if an event
+    has more than one token. `stream_tokens`: tokens per streamed event."""
     if pause != "abort" and stream_tokens != 1:
         raise EngineError(
             f"pause = {pause!r} leaves tokens unsent whose version is known only at the end; "
@@ -322,7 +325,8 @@ def check_pause(pause: str, stream_tokens: int) -> None:
 
 
 def check_speculation(options: Mapping[str, Any], device: str, rocm: bool = False) -> None:
-    """Raise ServerFailed for speculative decoding that does not sample from the policy.
+    """Raise ServerFailed for speculative decoding that does not sample from the policy. `options`: the server's.
+    `rocm`: the device is an AMD accelerator.
 
     On devices without kernels that sample during verification, SGLang 0.5.23 takes the likeliest token at any
     temperature: `_verify_uses_greedy` in its speculative/eagle_utils.py.
@@ -348,7 +352,7 @@ def check_speculation(options: Mapping[str, Any], device: str, rocm: bool = Fals
 # --- the server's package ---------------------------------------------------------------------------------------------
 
 INTERPRETER_START_S = 60.0
-"""Longest start of the interpreter (s)."""
+"""Time limit of a program in the server's Python interpreter, start included (s); a slower one is refused."""
 VERSION_PROGRAM = """
 import importlib.metadata as metadata, importlib.util as util, sys
 module, *packages = sys.argv[1:]
@@ -365,7 +369,8 @@ print(*(name for name in names if not re.search(rf"class {name}\\b|['\\"]{name}[
 
 
 def server_python(config: Config, name: str) -> Path:
-    """The interpreter with the server's package: `engine.python`, or else that of a .venv-NAME folder.
+    """The Python interpreter with the server's package: `engine.python`, or else that of a folder .venv-NAME, with the
+    server's `name` (such as SGLang) in small letters.
 
     The folder is looked for in the working directory, next to April's environment, and in April's checkout.
     """
@@ -375,7 +380,7 @@ def server_python(config: Config, name: str) -> Path:
 
 
 def installed_server(config: Config, name: str, packages: tuple[str, ...]) -> str:
-    """Name, version and interpreter of the server, in one text.
+    """Name, version and Python interpreter of the server `name` (such as SGLang), in one text.
 
     `packages`: possible distribution names; the first is also the module's. Raises ConfigError.
     """
@@ -384,15 +389,16 @@ def installed_server(config: Config, name: str, packages: tuple[str, ...]) -> st
 
 
 def unknown_architectures(config: Config, name: str, module: str, models: str) -> list[str]:
-    """Architectures that config.json names and the server's package has no class for. `module`: the package; `models`:
-    its folder of models. Nothing of the package is imported. Raises ConfigError."""
+    """Architectures that config.json names and the package of server `name` has no class for. `module`: the package;
+    `models`: its folder of models. Nothing of the package is imported. Raises ConfigError."""
     named = json.loads((config.model.path / "config.json").read_text()).get("architectures") or []
     return ask_interpreter(config, name, ARCHITECTURES_PROGRAM, module, models, *named).split()
 
 
 def ask_interpreter(config: Config, name: str, program: str, *arguments: str) -> str:
-    """Run Python source, `program`, with the interpreter of the server's environment; returns the last line it prints.
-    It runs in the interpreter's folder, so that no module of the user's is imported. Raises ConfigError."""
+    """Run Python source, `program`, with `arguments` in the interpreter that has the server `name` (such as SGLang);
+    returns the last line that it prints. It runs in the interpreter's folder, so that no module of the user's is
+    imported. Raises ConfigError."""
     python = server_python(config, name).absolute()
     fix = f"make it with launch/install-{name.lower()}.sh, or give the interpreter that has {name}"
     if not python.exists():

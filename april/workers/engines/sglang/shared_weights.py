@@ -2,8 +2,8 @@
 
     shares = SharedWeights(source, ups=[...], patience_s=60.0).shares       # a `WeightSource` for each server's loader
 
-Where the servers are in one group with the learner, they receive a version together, or none of them begins: a server
-that is lost before leaves the others their weights.
+Where the servers are in one group with the learner, they receive a version together, or none of them begins. If a
+server is lost before they begin, the others keep their old weights.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ class SharedWeights:
         """Whether weights for servers without any have been requested, or nothing has been published yet."""
 
     def takers(self, version: Version) -> "list[ServerShare]":
-        """Shares of the servers that are to take `version`, which the source has staged. Servers that receive as one
-        group take it all together: empty until each of them can."""
+        """Shares (`ServerShare`) of the servers that are to load `version`, which the source has staged. Servers that
+        receive as one group take it all together: empty until each of them can."""
         if self._members is None:
             return [share for share in self.shares if share.up() and version not in (share.held, share.loading)]
         members = [self.shares[index] for index in self._members()]
@@ -70,8 +70,8 @@ class SharedWeights:
             self._is_asked = False
 
     def refuse(self, share: "ServerShare", why: str, wrong: bool) -> None:
-        """Have the source fetch a version again that a server failed to load; a server that is down asks once it is
-        back. `wrong`: the server holds other weights than it was sent."""
+        """Have the source fetch a version again that a server failed to load; a server that is down requests it once it
+        is up. `why`: the error. `wrong`: the server holds other weights than it was sent."""
         refused, share.loading = share.loading, None
         if not share.up():
             return self.settle(refused) if refused else None
@@ -160,7 +160,8 @@ class ServerBarrier:
     """A barrier for the servers of one group: each waits in `meet` until all have reached it."""
 
     def __init__(self, count: int, patience_s: float, post: Callable[[], None]):
-        """`post`: tells the learner that all of the `count` servers are ready for the next part."""
+        """`post`: tells the learner that all of the `count` servers are ready for the next part of the weights.
+        `patience_s`: longest wait in `meet`."""
         self.count, self.patience_s, self._post = count, patience_s, post
         self.has_failed = False
         self._why = ""

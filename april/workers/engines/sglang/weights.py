@@ -235,8 +235,9 @@ async def receive_broadcast(
 async def receive_buckets(
     client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], meet: Meet, change: dict
 ) -> None:
-    """Receive one part after the other. `post` is called before each, so that no rank of the learner broadcasts before
-    its turn: a broadcast that waits on an accelerator could hold up the rank's training, and the ranks before it."""
+    """Receive the parts of a manifest one after the other; parameters as for `receive_broadcast`. `post` is called
+    before each, so that no rank of the learner broadcasts before its turn: a broadcast that waits on an accelerator
+    could hold up the rank's training, and the ranks before it."""
     parts = [server_buckets(part.tensors, manifest.bucket_bytes) for part in manifest.parts]
     left = sum(map(len, parts))
     for sender, part in enumerate(parts):
@@ -263,7 +264,8 @@ async def adopt_external_weights(
 ) -> None:
     """Announce with `post` that the server is paused, wait until the weights are `loaded`, and set their version name.
 
-    The server's prefix cache is flushed in any case. Raises HalfLoaded if they were not loaded.
+    `change`: as for `WeightPush.load`. The server's prefix cache is flushed in any case. Raises HalfLoaded if they were
+    not loaded.
     """
     post()
     try:

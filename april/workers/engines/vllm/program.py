@@ -1,8 +1,8 @@
 """A vLLM server with the part of SGLang's HTTP API that `SGLangEngine` uses, so that one engine drives both servers.
 
 It runs in the interpreter that has vLLM, without April: `python -P program.py --model M --host H --port P`, and vLLM's
-own options. A worker starts it, or a process outside April that loads the weights. It is asked under IP addresses, its
-machine's name and the names of `--allowed-hosts`.
+own options. A worker starts it, or a process outside April that loads the weights. It answers requests that address it
+by an IP address, its machine's name or a name in `--allowed-hosts`.
 
 Token ids in, token ids out. No request outlives a weight update: a pause ends each with the tokens it has, so that all
 tokens of a request are of the version it names.
@@ -361,7 +361,8 @@ def sampling_params(body: dict) -> SamplingParams:
 
 
 def logprobs(answer: CompletionOutput) -> list[list]:
-    """The pair [log-probability, token id] of each new token; older versions repeat old pairs if there is none."""
+    """The pair [log-probability, token id] of each new token. If there is no new token, older versions of vLLM repeat
+    old pairs, which are left out."""
     entries = (answer.logprobs or [])[: len(answer.token_ids)]
     return [[entry[token].logprob, token] for token, entry in zip(answer.token_ids, entries, strict=True)]
 
