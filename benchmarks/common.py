@@ -108,11 +108,16 @@ def read_lines(path: Path) -> list[dict]:
 def execute(command: Iterable[object], log: Path, threads: int, **variables: str) -> None:
     """Run a command to its end, on so many threads. Ends the benchmark if it fails."""
     words = [str(word) for word in command]
-    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": str(threads)} | variables
+    environment = environment_of(threads) | variables
     with log.open("wb") as output:
         done = subprocess.run(words, stdout=output, stderr=output, env=environment, cwd=ROOT, timeout=RUN_S)
     if done.returncode:
         sys.exit(f"{' '.join(words)} ended with status {done.returncode}:\n{log.read_text()[-3000:]}")
+
+
+def environment_of(threads: int) -> dict[str, str]:
+    """The environment of a process that imports this checkout, on so many threads."""
+    return os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": str(threads)}
 
 
 def python_path() -> str:

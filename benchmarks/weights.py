@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orjson
-from common import Row, parser, process, python_path, report, wait_for
+from common import Row, environment_of, parser, process, report, wait_for
 
 BUCKET_BYTES = 16 << 20
 TENSOR_BYTES = 8 << 20
@@ -145,19 +145,18 @@ def trained_weights(layers: int, rate: float) -> Iterator[dict]:
 def measure(folder: Path, ranks: int, tensors: int, workers: list[int]) -> dict:
     """What the ranks have found, as `weights_rank.py` writes it."""
     program = [sys.executable, Path(__file__).with_name("weights_rank.py")]
-    options = {"env": os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}}
     counts = ",".join(map(str, workers))
     with contextlib.ExitStack() as running:
         started: list[subprocess.Popen] = []
         for rank in range(ranks):
             command = [*program, "rank", rank, ranks, folder, tensors, counts]
-            started.append(running.enter_context(process(command, folder / f"rank-{rank}.log", **options)))
+            started.append(running.enter_context(process(command, folder / f"rank-{rank}.log", env=environment_of(1))))
         there = 0
         for count in workers:
             wait_for((folder / f"wanted_{count}").exists, f"a learner that waits for {count} workers", started[0], 900)
             for name in range(there, count):
                 command = [*program, "worker", f"w{name}", folder]
-                running.enter_context(process(command, folder / f"worker-{name}.log", **options))
+                running.enter_context(process(command, folder / f"worker-{name}.log", env=environment_of(1)))
             there = count
         deadline = time.monotonic() + 1500
         while not (folder / "result.json").exists() and time.monotonic() < deadline:
