@@ -41,6 +41,8 @@ def gathered(tmp_path_factory):
     return dict(zip([*MIXTURES, *ADAPTED], run_ranks(RANKS, jobs, folder / "ranks"), strict=True))
 
 
+@pytest.mark.full
+@pytest.mark.turn("gathered")
 @pytest.mark.parametrize("name", ADAPTED)
 def test_ranks_merge_an_adapter_into_the_parts_that_they_gather(gathered, name):
     """A product of a few rows may differ in its last bit from that of all rows of a rank."""
@@ -51,12 +53,16 @@ def test_ranks_merge_an_adapter_into_the_parts_that_they_gather(gathered, name):
     assert all(gathered[name]["names"]), "each rank gathers a part"
 
 
+@pytest.mark.full
+@pytest.mark.turn("gathered")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_parts_of_a_mixture_are_the_weights_that_rank_0_gathers(gathered, name):
     assert equal(gathered[name]["from_parts"], gathered[name]["weights"])
     assert all(gathered[name]["names"]), "each rank gathers a part"
 
 
+@pytest.mark.full
+@pytest.mark.turn("gathered")
 def test_an_expert_is_sent_by_the_rank_that_has_it(gathered):
     by_rank = gathered["qwen3_moe"]["names"]
     for rank, experts in enumerate([(0, 1), (2, 3)]):

@@ -5,7 +5,6 @@ import pytest
 from april.broker.ledger.events import BatchConsumed, BatchDelivered, GroupOpened, Leased, RowsAccepted
 from april.observe.report.run_folder import read_records
 from tests.support.journal_events import events
-from tests.support.marks import full
 from tests.support.run_processes import assert_closed, steps_recorded, wait_until
 
 ONE_RANK = ["--learner.ranks", "1"]
@@ -18,7 +17,8 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", ["overlap", *(full(name) for name in SCHEDULES if name != "overlap")])
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_trains(finish_run, run_dir, name):
     longer = ["--sampling.max_response_tokens", "200", "--schedule.max_steps", "5", "--learner.checkpoint_every", "5"]
     _, summary = finish_run(*ONE_RANK, *longer, *SCHEDULES[name])

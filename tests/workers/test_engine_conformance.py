@@ -62,6 +62,7 @@ MARKS = {
     "sglang": [pytest.mark.sglang, pytest.mark.always],
     "vllm": [pytest.mark.vllm, pytest.mark.always],
     "transformers": [pytest.mark.full],
+    "torch-flat": [pytest.mark.full],
 }
 RETRACT = "sglang-retract"
 KINDS = {"window": "gemma3_text", "sink": "gpt_oss", "state": "falcon_h1", "experts": "qwen3_moe"}
@@ -95,14 +96,8 @@ FIRST = {check.function: check for check in reversed(CHECKS)}
 """The first of the checks that differ in their values alone."""
 
 
-def marks_of(check, engine):
-    """The second kind of cache shows each check once in the short form."""
-    repeats = engine == "torch-flat" and check not in FIRST.values()
-    return pytest.mark.full if repeats else MARKS.get(engine.removesuffix("-retract"), ())
-
-
 PAIRS = [
-    pytest.param(check, engine, marks=marks_of(check, engine))
+    pytest.param(check, engine, marks=MARKS.get(engine.removesuffix("-retract"), ()))
     for check in CHECKS
     for engine in (*STARTS, *([RETRACT] if check.interrupts else ()))
     if engine != "vllm" or check in FIRST.values()

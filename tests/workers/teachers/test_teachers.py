@@ -199,6 +199,7 @@ def test_a_response_is_scored_by_its_verifier_and_by_a_folder_s_model_together(c
     assert closing(scores[1]).columns == [{"big": len(response)}] and not scores[2].token_scores
 
 
+@pytest.mark.full
 def test_the_forks_of_a_session_are_scored_from_the_first_sampled_token_on_and_a_said_reward_needs_no_verifier(
     config_file, policy_folder
 ):
