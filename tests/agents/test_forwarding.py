@@ -117,7 +117,7 @@ def test_an_invalid_key_is_refused_in_the_form_of_the_api(both):
     anthropics = anthropic.Anthropic(
         base_url=both.address.local.removesuffix("/v1"), api_key=elsewhere.api_key, max_retries=0
     )
-    with pytest.raises(anthropic.APIStatusError, match="the session of this key is over") as raised:
+    with pytest.raises(anthropic.APIStatusError, match=r"session .*over") as raised:
         anthropics.messages.create(model="any", max_tokens=8, messages=[{"role": "user", "content": "12*3="}])
     assert raised.value.status_code == 410 and raised.value.body["type"] == "error"
 

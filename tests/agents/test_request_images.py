@@ -245,7 +245,7 @@ def test_too_many_images_a_placeholder_in_a_text_and_a_template_without_images_a
 
 def test_a_run_without_images_says_why(meet, config_file, vision):
     client, _, _, _ = meet()
-    with pytest.raises(openai.BadRequestError, match="the policy takes no images"):
+    with pytest.raises(openai.BadRequestError, match=r"policy .*no images"):
         by_chat(client, [RED])
     config = configuration.load(config_file, ["--worker.engine", "torch"])
     refused = RequestImages.of(config, Tokenizer(vision))

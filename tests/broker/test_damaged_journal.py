@@ -283,7 +283,7 @@ def test_a_start_without_a_file_that_is_needed_is_refused(config_file):
         run.train(segments=5)
     lost = run.segments()[1]
     lost.rename(lost.with_suffix(".elsewhere"))
-    with pytest.raises(JournalError, match="lacks the file with position"):
+    with pytest.raises(JournalError, match="file with position"):
         run.restart_broker()
     run.journal.close()
     lost.with_suffix(".elsewhere").rename(lost)

@@ -142,7 +142,7 @@ def test_a_picture_that_changes_under_the_run_is_not_drawn_again(talk, config, t
     (tmp_path / f"{number}.png").write_bytes(picture("yellow"))
     assert book.keep_images(False, 1, position) == [name], "its file is there"
     forget_files(talk)
-    with pytest.raises(OSError, match="has changed since the dataset was read"):
+    with pytest.raises(OSError, match=r"\.png' has changed"):
         book.keep_images(False, 1, position)
     assert book.draw((1, position))[1] != position
 
@@ -216,7 +216,7 @@ def forget_files(talk):
 
 def test_a_policy_without_an_image_processor_refuses_rows_with_images(config):
     (config.model.path / "preprocessor_config.json").unlink()
-    with pytest.raises(ConfigError, match=r"'model.path' = .* takes no images, and rows have some"):
+    with pytest.raises(ConfigError, match=r"'model\.path' = .*images"):
         Conversation(config)
 
 

@@ -107,9 +107,7 @@ def test_a_batch_that_leaves_a_due_group_out_is_not_delivered(monkeypatch):
     ledger.consume(0)
     ledger.add_chunk(lease.id, 0, 1, Version(0, 1), "stop")
     ledger.score(lease.id, 1.0)
-    with pytest.raises(
-        LedgerError, match=f"batch 1 leaves out group {early.id}, and no batch after it could take that"
-    ):
+    with pytest.raises(LedgerError, match=f"leaves out group {early.id},"):
         ledger.deliver([newest])
 
 

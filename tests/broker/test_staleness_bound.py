@@ -24,7 +24,7 @@ def test_the_age_of_a_group_counts_from_its_first_worker_s_version(ledger):
     group = ledger.open_group(epoch=0, row=0, floor=0)
     ledger.lease(group.samples[0], "worker", 2, 0.0)
     assert group.opened_at == 2
-    with pytest.raises(LedgerError, match="needs step 2, not 1"):
+    with pytest.raises(LedgerError, match="step 2, not 1"):
         ledger.lease(group.samples[1], "worker", 1, 0.0)
 
 

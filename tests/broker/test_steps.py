@@ -255,5 +255,5 @@ def test_stray_files_in_the_journal_s_folder_are_left_alone(talk, worker, learne
 def test_two_files_with_the_same_positions_are_refused(talk, worker, learner):
     train(talk, worker, learner, 0)
     (talk.journal.folder / f"{100:020d}.msgpack").write_bytes(b"")
-    with pytest.raises(JournalError, match="has position 100 in two files"):
+    with pytest.raises(JournalError, match=r"position 100 .*two files"):
         talk.restart_broker()

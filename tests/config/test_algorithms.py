@@ -89,7 +89,7 @@ def test_only_sources_that_distil_name_one_of_several_teachers():
 def test_only_sources_with_a_divergence_have_hints():
     sections = {"teacher": {}, "algorithm": {"hint": "{hint} {prompt}"}}
     check_teachers(of_sources([{}, {"algorithm": SELF_TAUGHT, "hint_key": "solution"}], **sections))
-    with pytest.raises(ConfigError, match=r"nothing says which field of 1.jsonl it is"):
+    with pytest.raises(ConfigError, match=r"'algorithm\.hint' = .*1\.jsonl"):
         check_teachers(of_sources([{}, {"algorithm": SELF_TAUGHT}], **sections))
 
 

@@ -296,6 +296,6 @@ def test_synonyms_name_known_keys():
 
 
 def test_a_flag_without_its_value_is_refused_unless_it_is_a_switch(file):
-    with pytest.raises(ConfigError, match="has no value; write --learner"):
+    with pytest.raises(ConfigError, match=r"'learner\.lr' has no value"):
         configuration.load(file, ["--learner.lr"])
     assert configuration.load(file, ["--schedule.partial_rollout"]).schedule.partial_rollout

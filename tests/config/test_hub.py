@@ -187,7 +187,7 @@ def test_names_that_cannot_be_fetched_are_refused(named, hub, tmp_path, model, o
 def test_a_gated_model_is_read_with_the_token_of_the_environment(named, hub, monkeypatch):
     hub.gated["lab/tiny"] = "hf_secret"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(ConfigError, match="with the token that is set") as refusal:
+    with pytest.raises(ConfigError, match=r"'lab/tiny' .*with the token") as refusal:
         load(named, fetch=Fetcher("weights", "rows"))
     assert "hf_wrong" not in str(refusal.value)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -217,7 +217,7 @@ def test_a_closed_port_and_the_offline_switch_leave_the_cache(named, hub, tmp_pa
 @pytest.mark.full
 def test_an_interrupted_download_is_told_and_goes_on_at_the_next_start(named, hub):
     hub.cut_at = 2000
-    with pytest.raises(ConfigError, match=r"has failed \(.*\).*hf download lab/tiny --revision .* goes on"):
+    with pytest.raises(ConfigError, match=r"has failed \(.*\).*hf download lab/tiny"):
         load(named, fetch=Fetcher("weights", "rows"))
     hub.cut_at = None
     assert load(named, fetch=Fetcher("weights", "rows")).model.path.is_dir()

@@ -51,7 +51,7 @@ def test_settings_inside_those_of_a_processor_are_found(tmp_path):
 def test_sampled_placeholder_is_text():
     tokens = np.array([5, 9, 9, 7, 9, 3])
     assert places_of_images(tokens, 9, [2]).tolist() == [False, True, True, False, False, False]
-    with pytest.raises(ValueError, match="take 4 tokens, and the text has 3"):
+    with pytest.raises(ValueError, match=r"4 tokens.* 3 of"):
         places_of_images(tokens, 9, [2, 2])
 
 

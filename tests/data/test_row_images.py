@@ -132,7 +132,7 @@ def test_the_fingerprint_depends_on_the_content_of_images_and_not_on_their_place
 def test_a_file_that_changes_under_the_run_is_refused(tmp_path):
     dataset = rows_of(tmp_path, {"prompt": "What?", "images": ["red.png"]})
     (tmp_path / "red.png").write_bytes(BLUE)
-    with pytest.raises(BadRow, match="has changed since the dataset was read"):
+    with pytest.raises(BadRow, match=r"red\.png' has changed"):
         dataset.image_source(dataset[0].images[0])
 
 
@@ -148,10 +148,10 @@ def test_a_placeholder_is_repeated_for_each_token_of_its_image(tmp_path):
 
 def test_a_text_with_a_placeholder_and_a_template_without_one_are_refused(tmp_path):
     tokenizer = Tokenizer(write_picture_tokenizer(tmp_path))
-    with pytest.raises(BadRow, match="0 images, and its text 1 placeholders"):
+    with pytest.raises(BadRow, match=r"0 images.* 1 placeholders"):
         tokenizer.encode_row("<|image_pad|>")
     tokenizer.inner.chat_template = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
-    with pytest.raises(BadRow, match="1 images, and its text 0 placeholders"):
+    with pytest.raises(BadRow, match=r"1 images.* 0 placeholders"):
         tokenizer.encode_row(question(image(RED), text("1+")), [4])
     tokenizer.inner.chat_template = "<|image_pad|>"
     with pytest.raises(BadRow, match="does not print '1\\+'"):

@@ -216,7 +216,7 @@ def test_a_hint_goes_around_the_last_message_of_the_user():
     assert found[3] == {"role": "user", "content": "user\n{hint} 7 {label}"}
     assert [*found[:3], found[4]] == [*said[:3], said[4]]
     assert hinted_prompt(DatasetRow("1+6=", "7"), "is it {label}? {prompt}") == "is it 7? 1+6="
-    with pytest.raises(BadRow, match="has no message of a user"):
+    with pytest.raises(BadRow, match=r"no message .*algorithm\.hint"):
         hinted_prompt(DatasetRow(said[:1], "7"), "{prompt}")
     with pytest.raises(BadRow, match="key 'h' = 3"):
         make_row({"prompt": "p", "label": "7", "h": 3}, replace(PLAIN, hint="h"))

@@ -172,7 +172,7 @@ def test_arguments_of_calls_are_looked_for_however_they_are_escaped(printed):
     messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     twice = ONLY_STRINGS.replace("arguments | tojson", "arguments | tojson | tojson")
     assert "77 times" in printed(messages) and "77 times" in printed(messages, twice)
-    with pytest.raises(BadRow, match="does not print the argument"):
+    with pytest.raises(BadRow, match="print the argument"):
         printed(messages, ONLY_STRINGS.replace("{{ c.function.arguments | tojson }}", ""))
     echoed = [*messages, {"role": "tool", "content": 'say "77 times" <b>'}]
     assert "77 times" in printed(echoed)

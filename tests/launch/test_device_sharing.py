@@ -66,7 +66,7 @@ ON_DEVICE = [
 def test_weights_stay_on_an_accelerator_only_where_one_rank_and_one_engine_use_it_at_the_same_time(config_file, words):
     load(config_file, [*SHARED, *ON_DEVICE])
     key = words[0].removeprefix("--")
-    with pytest.raises(ConfigError, match=rf"'{key}' = .*weights\.transport = 'cuda_ipc' .* use .*'shared_memory'"):
+    with pytest.raises(ConfigError, match=rf"'{key}' = .*'cuda_ipc' .*'shared_memory'"):
         load(config_file, [*SHARED, *ON_DEVICE, *words])
 
 
@@ -106,7 +106,7 @@ def test_the_embedded_engine_may_allocate_what_the_learner_does_not_need(config_
     assert 0.5 < less < more < 1
     own = with_memory(config_file, 24, *torch_engine, "--engine.server.memory_fraction", "0.5")
     assert with_memory_limits(own, ["0"]) == own
-    with pytest.raises(ConfigError, match=r"does not suffice with 2\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"'devices\.share' = true .*2\.0 GiB"):
         with_memory_limits(with_memory(config_file, 2, *torch_engine), ["0"])
 
 
@@ -119,14 +119,14 @@ def test_a_configured_fraction_is_kept_and_nothing_is_limited_without_accelerato
 
 
 def test_too_little_memory_is_refused_with_what_takes_it(config_file):
-    with pytest.raises(ConfigError, match=r"does not suffice with 2\.0 GiB .* learner takes about .* of activations"):
+    with pytest.raises(ConfigError, match=r"2\.0 GiB .*learner .*activations"):
         with_memory_limits(with_memory(config_file, 2), ["0"])
 
 
 @pytest.mark.parametrize("asked", ["raise SystemExit('no driver')", "pass"])
 def test_memory_that_torch_does_not_report_is_refused(config_file, monkeypatch, asked):
     monkeypatch.setattr(devices, "ASK_MEMORY", asked)
-    with pytest.raises(ConfigError, match=r"torch does not say \((no driver|it sees none)\) .* devices\.memory_gib"):
+    with pytest.raises(ConfigError, match=r"\((no driver|it sees none)\) .*devices\.memory_gib"):
         with_memory_limits(load(config_file, SHARED), ["0"])
 
 

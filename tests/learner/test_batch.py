@@ -56,7 +56,7 @@ def test_token_scores_survive_encoding_where_only_some_samples_have_them_and_cos
     assert np.isnan(first.token_scores["teacher/top_k"][:, 2:]).all(), "a teacher that was asked for fewer ids before"
     assert (first.token_scores["teacher/top_k"][:, :2] == 1).all()
     assert b"token_scores" not in encode(TrainingBatch(0, [[plain, scored]]))
-    with pytest.raises(ValueError, match="a token score has another length than the 2 response tokens"):
+    with pytest.raises(ValueError, match=r"token score .*2 response tokens"):
         replace(scored, token_scores={"teacher": np.zeros(3, np.float32)})
 
 
@@ -66,7 +66,7 @@ def test_supports_survive_encoding_with_tokens_that_have_none():
     samples = [replace(make_sample(rng, 2, len(one.counts), 1.0), support=one) for one in supports]
     batch = TrainingBatch(7, [samples[:2], samples[2:]])
     assert_equal(decode(encode(batch)), batch)
-    with pytest.raises(ValueError, match="1 of 2 samples have a support"):
+    with pytest.raises(ValueError, match=r"1 of 2 .*support"):
         encode(TrainingBatch(7, [[samples[0], make_sample(rng, 2, 3, 1.0)]]))
 
 
@@ -93,11 +93,11 @@ def test_sharing_gives_the_batch_or_none(one_rank):
 
 def test_a_sample_whose_parts_disagree_is_refused():
     tokens = np.arange(5, dtype=np.int32)
-    with pytest.raises(ValueError, match="2 log-probabilities for 5 tokens of which 2 are the prompt"):
+    with pytest.raises(ValueError, match="2 log-probabilities for 5"):
         TrainSample(tokens, 2, np.zeros(2, np.float32), 0.0, ())
-    with pytest.raises(ValueError, match="at least 1 prompt token"):
+    with pytest.raises(ValueError, match="prompt_tokens = 0"):
         TrainSample(tokens, 0, np.zeros(5, np.float32), 0.0, ())
     for counts, ids in (([1, 1], [2, 2]), ([1, 1, 2], [2, 2, 2]), ([2, -1, 2], [2, 2, 2])):
         support = Support(np.array(counts, np.int32), np.array(ids, np.int32))
-        with pytest.raises(ValueError, match=f"a support of {len(counts)} counts and {len(ids)} ids for 3 response"):
+        with pytest.raises(ValueError, match=f"{len(counts)} counts .*{len(ids)} ids"):
             TrainSample(tokens, 2, np.zeros(3, np.float32), 0.0, (), support)

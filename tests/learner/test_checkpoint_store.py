@@ -199,7 +199,7 @@ def test_checkpoints_of_a_run_begun_without_a_store_are_uploaded(config, policy_
 
 def test_a_learner_whose_machine_cannot_use_the_store_refuses_to_start(one_rank, policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run", checkpoint_store="none-such://bucket")
-    with pytest.raises(ConfigError, match=r"key 'learner.checkpoint_store': none-such://bucket/run/\S+ cannot be"):
+    with pytest.raises(ConfigError, match=r"'learner\.checkpoint_store': none-such://bucket/run/"):
         Trainer(config, torch.device("cpu"))
 
 

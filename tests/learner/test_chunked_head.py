@@ -106,7 +106,7 @@ def test_scales_and_soft_caps_are_found_in_what_a_model_computes(before, after, 
     lm = HeadOfItsOwn(config)
     lm.before, lm.after = before or lm.before, after or lm.after
     if found is None:
-        with pytest.raises(ModelError, match="in a way the learner does not compute"):
+        with pytest.raises(ModelError, match="changes its logits"):
             logit_map(lm, Path("policy"))
         return
     measured = logit_map(lm, Path("policy"))

@@ -107,7 +107,7 @@ def test_a_teacher_that_lacks_ids_of_the_policy_is_refused(policy_folder, tmp_pa
     lm, small = (AutoModelForCausalLM.from_pretrained(policy_folder) for _ in range(2))
     small.resize_token_embeddings(20)
     backend = SimpleNamespace(lm=lm, teacher=lambda path: SimpleNamespace(lm=small))
-    with pytest.raises(ModelError, match="its head has 20 ids and the policy's 23, so that it says nothing"):
+    with pytest.raises(ModelError, match=r"20 ids .*23"):
         Teacher.of(config, backend)
     assert Teacher.of(Config.model_validate({"model": {"path": "."}, "data": {}}), backend) is None
 

@@ -87,5 +87,5 @@ def test_an_exported_policy_has_the_base_that_was_trained_and_another_base_is_re
 def test_a_base_without_an_adapter_and_one_that_rounds_what_workers_have_are_refused():
     with pytest.raises(ConfigError, match=r"key 'lora.base' = 'nf4' "):
         check_lora(LoraSection(base="nf4"))
-    with pytest.raises(ConfigError, match=r"key 'lora.base' = 'bf16' rounds the model's float32 weights"):
+    with pytest.raises(ConfigError, match=r"'lora\.base' = 'bf16' .*float32"):
         check_base(LoraSection(rank=3, base="bf16"), "float32")

@@ -171,13 +171,13 @@ def test_a_batch_without_finite_loss_is_stored_and_skipped_and_the_weights_publi
 
 def test_too_many_nonfinite_batches_in_a_row_end_the_run(live, poison):
     poison(0, 2, 3, 4)
-    with pytest.raises(loop.Diverged, match=r"3 batches in a row .*step_000004.msgpack; lower learner.lr"):
+    with pytest.raises(loop.Diverged, match=r"3 batches .*step_000004\.msgpack.*learner\.lr"):
         live(9)
 
 
 def test_a_batch_out_of_step_is_refused(live, monkeypatch):
     monkeypatch.setattr(Diary, "fetch", lambda self, step: TrainingBatch(step + 1, []))
-    with pytest.raises(ValueError, match="batch 1 arrived where batch 0 was due"):
+    with pytest.raises(ValueError, match=r"batch 1 .*batch 0"):
         live(3)
 
 

@@ -60,5 +60,5 @@ def test_it_is_added_to_the_rewards_before_advantages_are_made_also_for_trainers
 
 @pytest.mark.parametrize("advantage", ["gae", "opob"])
 def test_where_no_rewards_are_compared_it_is_refused(advantage):
-    with pytest.raises(ConfigError, match=r"'algorithm.length_penalty' = 'kimi' is added to rewards"):
+    with pytest.raises(ConfigError, match=rf"'algorithm\.length_penalty' = 'kimi' .*'{advantage}'"):
         check(made(advantage=advantage), inputs=())

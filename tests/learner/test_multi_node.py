@@ -59,7 +59,7 @@ def test_machines_wait_for_each_other_and_join_the_latest_start(address):
 
 @pytest.mark.parametrize(("node", "lacking"), [(0, 1), (1, 0)])
 def test_a_machine_does_not_wait_for_ever_for_another(address, node, lacking):
-    with pytest.raises(TimeoutError, match=rf"machine {lacking} of the learner has not come in \d s; start it"):
+    with pytest.raises(TimeoutError, match=f"machine {lacking} .*not come"):
         multi_node.join_start(Told(address if node == 0 else "", 1), machine(node), 0.5)
 
 

@@ -47,7 +47,7 @@ def test_k_is_a_key_and_no_more_than_the_responses_of_a_group():
     rewards = [torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)]
     found = find_checked(ADVANTAGES, "pass_at_k", made(2).algorithm)(rewards, [])
     assert found[0].tolist() == pass_at_k(rewards, [], pass_k=2)[0].tolist()
-    with pytest.raises(ConfigError, match=r"'algorithm.pass_k' = 5 is more than schedule.n_samples_per_prompt = 4"):
+    with pytest.raises(ConfigError, match=r"'algorithm\.pass_k' = 5 .*n_samples_per_prompt = 4"):
         check(made(5), inputs=())
     [lost] = pass_at_k([rewards[0][:2]], [], pass_k=4)
     assert lost.tolist() == [0.0, 0.0], "a group that has lost samples is one set"

@@ -218,7 +218,7 @@ def test_the_command_shows_the_worst_and_refuses_what_is_not_kept(lived, capsys)
     for options in (["--step", "9"], ["--group", "10000"], ["--best", "0"]):
         assert cli.main(["samples", folder, *options]) != 0
         assert capsys.readouterr().err.startswith(f"april samples: option '{options[0]}' = {options[1]} ")
-    with pytest.raises(ConfigError, match="step 9 has no samples"):
+    with pytest.raises(ConfigError, match="step 9 "):
         runs.load(folder).samples(9)
 
 

@@ -72,7 +72,7 @@ def test_auto_takes_lengths_and_costs_from_the_scenario(load, tmp_path):
 
 def test_a_missing_scenario_is_refused_when_auto_needs_it(load):
     config = load("april", "--schedule.scenario", "/nowhere")
-    with pytest.raises(ConfigError, match=r"'schedule.scenario' = '/nowhere' does not exist; .*/published\.toml"):
+    with pytest.raises(ConfigError, match=r"'schedule\.scenario' = '/nowhere' .*/published\.toml"):
         resolve(config)
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "config.toml").write_text(resolve(load())[0].to_toml())

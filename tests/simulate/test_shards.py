@@ -31,5 +31,5 @@ def test_each_broker_keeps_the_bound_and_closes_its_ledger(schedule):
 
 
 def test_a_key_that_is_no_multiple_of_the_brokers_is_refused():
-    with pytest.raises(ConfigError, match=r"'engines.count' = 2 is no multiple of 4 brokers"):
+    with pytest.raises(ConfigError, match=r"'engines\.count' = 2 .*4 brokers"):
         parts_of(scenario(**SCHEDULES["continuous"]), 4)

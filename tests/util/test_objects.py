@@ -91,7 +91,7 @@ def test_temporary_errors_are_retried_and_counted(shaky, caplog):
     store.write("name", b"data")
     assert store.read("name") == b"data" and store.retries == 2
     assert "shaky://bucket/run/name cannot be read: reset; tried again" in caplog.text
-    with pytest.raises(StoreError, match="run/name cannot be read: gone"):
+    with pytest.raises(StoreError, match=r"run/name .*read: gone"):
         Shaky.faults = [ConnectionError("gone")] * 3
         store.read("name")
 
@@ -99,7 +99,7 @@ def test_temporary_errors_are_retried_and_counted(shaky, caplog):
 @pytest.mark.parametrize("error", [PermissionError("not yours"), FileNotFoundError("no bucket"), ValueError("no name")])
 def test_permanent_errors_are_not_retried(shaky, error):
     store = shaky(error)
-    with pytest.raises(StoreRefused, match=f"shaky://bucket/run/name cannot be read: {error}"):
+    with pytest.raises(StoreRefused, match=f"shaky://bucket/run/name .*read: {error}"):
         store.read("name")
     assert store.retries == 0 and Shaky.faults == []
 

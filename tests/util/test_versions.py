@@ -65,7 +65,7 @@ def test_a_broker_refuses_an_older_run_and_leaves_it_as_it_is(run_dir, config_fi
 
 def test_the_journal_alone_is_refused_as_well(run_dir, config):
     RUN_FOLDER.claim(run_dir, new=True)
-    with pytest.raises(OtherApril, match=r"/journal was written by April 0\.1"):
+    with pytest.raises(OtherApril, match=r"/journal .*April 0\.1"):
         Server(config)
 
 
@@ -78,7 +78,7 @@ def test_a_newer_run_names_the_april_that_wrote_it(tmp_path):
 def test_a_damaged_stamp_is_no_number(tmp_path):
     (tmp_path / FILE).write_bytes(b'{"format": 2')
     (tmp_path / f"{0:020d}.msgpack").write_bytes(b"")
-    with pytest.raises(OtherApril, match="does not say which April"):
+    with pytest.raises(OtherApril, match="which April"):
         Journal(tmp_path).close()
 
 

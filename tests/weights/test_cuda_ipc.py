@@ -63,15 +63,15 @@ def test_the_ring_of_a_killed_worker_carries_the_weights_of_the_next_one(publish
 def test_a_worker_on_another_accelerator_or_with_another_transport_is_refused():
     worker = HostRingTransport(WeightsSection(transport="cuda_ipc"))
     content = msgspec.msgpack.encode(("GPU-elsewhere", [b"handle", 1, 0, b"counter", 0, b"event", True]))
-    with pytest.raises(OtherMachine, match="on the learner's accelerator only"):
+    with pytest.raises(OtherMachine, match=r"weights\.transport = 'cuda_ipc' .*accelerator"):
         CudaIpcTransport.open_handle(worker, content, [])
-    with pytest.raises(OtherMachine, match="set the same for both"):
+    with pytest.raises(OtherMachine, match=r"weights\.transport = 'cuda_ipc' .*same"):
         CudaIpcTransport.open_handle(worker, b".", [])
 
 
 def test_a_machine_without_accelerators_is_refused_with_the_key_and_what_to_set(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"key 'weights.transport' = 'cuda_ipc' .* use 'shared_memory'"):
+    with pytest.raises(ConfigError, match=r"'weights\.transport' = 'cuda_ipc' .*'shared_memory'"):
         CudaIpcTransport(WeightsSection(transport="cuda_ipc"))
 
 

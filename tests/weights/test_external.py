@@ -105,7 +105,7 @@ def test_an_engine_that_does_not_stop_is_named(make):
     publisher, receiver = make(publish_deadline_s=0.3)
     receiver("busy")
     joined(publisher)
-    with pytest.raises(RuntimeError, match=r"busy still generates 0.3 s after .* was announced"):
+    with pytest.raises(RuntimeError, match=r"busy .*weights\.publish_deadline_s"):
         publisher.announce(V1)
 
 
@@ -171,9 +171,9 @@ def test_servers_that_hold_newer_weights_keep_them_while_batches_come_again(exte
 def test_versions_out_of_order_are_refused(external):
     broker = RecordingBroker(1)
     run = Rollouts(external, 0, broker, broker)
-    with pytest.raises(ValueError, match="version 3 was said of weights that hold 0 batches"):
+    with pytest.raises(ValueError, match=r"version 3 .*0 batches"):
         run.version(3)
-    with pytest.raises(RuntimeError, match=r"leaves it to your framework to load weights; call run.updating"):
+    with pytest.raises(RuntimeError, match=r"weights\.transport = .*run\.updating"):
         run.publish({})
     with pytest.raises(ValueError, match="score gave 1 log-probabilities"):
         run.version(0, lambda tokens: [0.0])

@@ -74,7 +74,7 @@ def test_requests_with_images_side_by_side_one_of_them_resumed(family, tmp_path)
 def test_images_that_do_not_fit_are_refused(tmp_path, tiny_model):
     lm = vision_model("qwen3_vl", tmp_path)
     engine, request = start(tmp_path, lm), request_of(0, 3, [(2, 2)], 4)
-    with pytest.raises(EngineError, match="take 4 tokens, and the text has 3"):
+    with pytest.raises(EngineError, match=r"4 tokens.* 3 of"):
         engine.submit(replace(request, tokens=request.tokens[:-4]))
     with pytest.raises(EngineError, match="cannot be shown"):
         engine.submit(replace(request, images=(b"no picture",)))

@@ -65,7 +65,7 @@ def test_a_method_of_a_solution_is_called_by_the_name_that_data_sets_give_it(nam
     right = f"class {owner}:\n    def pair(self, of):\n        return of[::-1]"
     label = json.loads(json.dumps({**tests, "entry_point": named, "prompt": ""}).replace("Solution()", f"{owner}()"))
     assert (reward(right, label), reward(right.replace("[::-1]", ""), label)) == (1.0, 0.0)
-    with pytest.raises(ValueError, match="names 'lambda of: of' as its function"):
+    with pytest.raises(ValueError, match=r"'lambda of: of' .*function"):
         read_label(json.dumps(label | {"entry_point": "lambda of: of"}))
 
 
@@ -413,7 +413,7 @@ def test_what_an_assertion_uses_beside_the_function_under_test_is_never_the_prog
 
 
 def test_a_module_that_a_label_does_not_import_is_refused_where_no_library_has_the_name():
-    with pytest.raises(ValueError, match="uses sp like a module, and does not import it"):
+    with pytest.raises(ValueError, match="sp like a module"):
         read_label("assert sp.simplify(f(2), 4)")
     assert reward("class sp: add = lambda a, b: a + b", "assert sp.add(1, 2) == 3") == 1.0
 

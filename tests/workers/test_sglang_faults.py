@@ -347,7 +347,7 @@ def test_a_wrong_api_key_ends_the_start_at_once(settings):
     options = {"api_key": "K"}
     settings = LockedSettings(Path(sys.executable), settings.model, settings.log, options=options)
     for key, said in (("", "an"), ("L", "another")):
-        with pytest.raises(ApiKeyRefused, match=f"wants {said} API key for /server_info"):
+        with pytest.raises(ApiKeyRefused, match=f"wants {said} API key"):
             SGLangEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), api_key=key)
     engine = SGLangEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), api_key=api_key(options))
     assert engine.ready

@@ -83,7 +83,7 @@ def test_a_server_that_has_read_other_tokens_fails_the_request_and_none_of_its_t
     for read in (meant[:-1], [*meant[:-1], 7], None):
         streamed = started(request)
         streamed.body(V0, 5)
-        with pytest.raises(ServerRefuses, match=f"sent a context of {len(meant)} tokens with images, and "):
+        with pytest.raises(ServerRefuses, match=f"{len(meant)} tokens with images"):
             streamed.take_event(event([9, 8], 2, read), V0)
         assert streamed.generated == streamed.pending == []
     streamed = started(request)

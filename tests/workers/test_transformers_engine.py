@@ -159,7 +159,7 @@ def test_a_model_that_it_cannot_run_is_refused_before_a_run(case, tiny_model, tm
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     config = configured("transformers", folder, [])
     for attempt in (lambda: ENTRY.check_model(config), lambda: ENTRY.from_config(config, "cpu", "test")):
-        with pytest.raises(ConfigError, match=f"key 'model.path' = .* cannot be used: .*{said}.*; give "):
+        with pytest.raises(ConfigError, match=rf"'model\.path' = .*{said}.*; give "):
             attempt()
 
 

@@ -81,7 +81,7 @@ def test_an_answer_is_right_iff_it_is_equivalent_to_the_label_however_both_are_w
 
 @pytest.mark.parametrize("label", ["x**2 +", "hello (world", r"\frac{1}{", "(lambda: 7)()", "Solve: x @ y"])
 def test_a_label_that_cannot_be_read_whole_is_never_shrunk_to_its_last_number(label):
-    with pytest.raises(ValueError, match="cannot be read as mathematics"):
+    with pytest.raises(ValueError, match="as mathematics"):
         math(r"\boxed{7}", label, "stop")
 
 

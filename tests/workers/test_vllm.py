@@ -206,7 +206,7 @@ def test_tokens_are_of_the_server_s_own_weights_with_the_newest_adapter(settings
         engine.load_weights(Version(0, 3), others)
         assert np.abs(engine.score(text) - tiny_model().logprobs_under(others, text.tolist()).numpy()).max() < 1e-4
         assert not engine.takes_adapters
-        with pytest.raises(EngineError, match="holds other weights than its model's"):
+        with pytest.raises(EngineError, match="than its model's"):
             engine.load_adapter(Version(0, 4), adapter, tensors)
     finally:
         engine.close()

@@ -134,7 +134,7 @@ def test_a_worker_whose_engine_keeps_failing_the_weight_check_leaves_with_a_sent
     connection = Connection([wire.Renewed([])] * 9)
     loader.receiver.staged += [learner.sends(V0, learner.weights[V2])] * 2
     loader.receiver.connect = lambda address, key: None
-    with pytest.raises(WrongWeights, match=r"is not seen to hold version 0\.0"):
+    with pytest.raises(WrongWeights, match=r"hold version 0\.0"):
         Worker(config, loader.engine, connection, [loader]).run()
     assert not any(isinstance(message, wire.WorkerCapacity) for message in connection.sent)
     assert isinstance(connection.sent[-1], wire.Goodbye) and len(connection.script) == 8
@@ -237,7 +237,7 @@ def test_a_missed_update_below_the_rounding_is_detected_by_identical_bits(dtype)
     run = Rounding()
     for version in range(50):
         run.judge(version, held=version, dtype=dtype)
-    with pytest.raises(WrongWeights, match="the same to the bit"):
+    with pytest.raises(WrongWeights, match="same to the bit"):
         run.judge(50, held=49, dtype=dtype)
     run.judge(50, held=50, dtype=dtype)
 

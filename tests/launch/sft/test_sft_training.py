@@ -248,7 +248,7 @@ def test_a_resume_with_other_tokens_or_another_loss_is_refused_before_the_folder
         other = ["--model.path", str(folder)] if callable(value) else [f"--{key}", value]
         with pytest.raises(ConfigError) as refused:
             sft([tmp_path / "run.toml"], False, True, ["--schedule.max_steps", "3", *other])
-        assert f"key '{key}'" in str(refused.value) and "is not what the run began with" in str(refused.value), key
+        assert f"key '{key}'" in str(refused.value) and "began with" in str(refused.value), key
         assert {path: path.read_bytes() for path in before} == before
     assert train(configured("--schedule.max_steps", "3")).step_count == 3
 
@@ -257,7 +257,7 @@ def test_more_epochs_are_refused_behind_a_last_batch_that_was_not_full(one_rank,
     train(configured("--data.epochs", "1", "--schedule.max_steps", "3"))  # 18 of 20 rows
     assert train(configured("--data.epochs", "1")).step_count == 4
     assert train(configured("--data.epochs", "1")).step_count == 4
-    with pytest.raises(ConfigError, match=r"key 'data.epochs' = 2 .* 20"):
+    with pytest.raises(ConfigError, match=r"'data\.epochs' = 2 .*\b20\b"):
         train(configured("--data.epochs", "2"))
 
 

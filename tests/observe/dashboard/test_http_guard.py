@@ -45,7 +45,7 @@ def test_a_port_that_is_taken_and_a_folder_without_runs_are_sentences(tmp_path, 
     with pytest.raises(ConfigError, match="cannot be listened on"):
         listen("127.0.0.1", taken.getsockname()[1])
     taken.close()
-    with pytest.raises(ConfigError, match="neither a run folder nor has it any"):
+    with pytest.raises(ConfigError, match="neither a run folder"):
         Runs(str(tmp_path))
     assert main(["dashboard", str(tmp_path / "nowhere")]) == 2
     assert "does not exist" in capsys.readouterr().err

@@ -55,12 +55,12 @@ def test_names_are_printed_and_drawn_as_text(tmp_path, capsys):
 
 
 def test_missing_folder_is_one_sentence_that_names_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing-here does not exist; give"):
+    with pytest.raises(ConfigError, match="nothing-here does not exist"):
         read_run(tmp_path / "nothing-here")
 
 
 def test_a_folder_without_config_is_not_a_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"not a run folder: .*config.toml does not exist"):
+    with pytest.raises(ConfigError, match=r"not a run folder.*config\.toml"):
         read_run(tmp_path)
 
 

@@ -112,7 +112,7 @@ def test_options_that_do_not_fit_the_run_are_refused_by_areal_s_own_names(areal,
     ):  # fmt: skip
         theirs = options(config, tmp_path)
         setattr(getattr(theirs, section), name, value)
-        with pytest.raises(ConfigError, match=rf"AReaL's '{section}\.{name}' = {value!r} does not fit the run; "):
+        with pytest.raises(ConfigError, match=rf"AReaL's '{section}\.{name}' = {value!r} "):
             areal.check(config, theirs)
     monkeypatch.setenv("AREAL_SPMD_MODE", "1")
     with pytest.raises(ConfigError, match=r"start AReaL with scheduler\.type=local"):
@@ -122,9 +122,9 @@ def test_options_that_do_not_fit_the_run_are_refused_by_areal_s_own_names(areal,
 def test_another_number_of_steps_and_a_run_at_another_step_are_refused(trainer_on, monkeypatch):
     trainer = trainer_on(RecordingBroker(2))
     trainer.config.total_train_steps = 1
-    with pytest.raises(ConfigError, match="AReaL trains 1 steps and the run 2"):
+    with pytest.raises(ConfigError, match=r"1 steps .*run 2"):
         trainer.train()
-    with pytest.raises(RuntimeError, match="AReaL is at version 1 and the run at 0"):
+    with pytest.raises(RuntimeError, match=r"version 1 .*run at 0"):
         trainer.rollout.set_version(1)
     trainer.close()
 

@@ -90,7 +90,7 @@ def test_weights_that_were_broadcast_are_published_once_they_are_whole(config_fi
         first = await generate(engine, PROMPTS, tokenizer, 2)
         assert first[0][0]["prompt"] == tokenizer.decode([5, 6]), "the run's own prompts bring their text"
         await broadcast(engine, WEIGHTS, sent)
-        with pytest.raises(RuntimeError, match="the run is over after 1 batches"):
+        with pytest.raises(RuntimeError, match="over after 1 batches"):
             await generate(engine, PROMPTS, tokenizer, 2)
 
     asyncio.run(steps())
@@ -113,7 +113,7 @@ def test_too_few_prompts_are_an_error(config_file, tokenizer, sent, tmp_path, mo
         await meet(engine)
         await generate(engine, PROMPTS[:3], tokenizer, 2)
 
-    with pytest.raises(RuntimeError, match="3 prompts came and no more, of which a batch has 4"):
+    with pytest.raises(RuntimeError, match=r"3 prompts .*batch has 4"):
         asyncio.run(steps())
 
 
@@ -122,11 +122,11 @@ def test_options_that_do_not_fit_the_run_are_refused_by_openrlhf_s_own_names(con
     fitting = [*FITTING, "--actor.model_name_or_path", str(config.model.path)]
     check(config, their_options(fitting))
     for name, value in (("rollout.batch_size", "17"), ("vllm.num_engines", "2"), ("eval.dataset", "held-out")):
-        with pytest.raises(ConfigError, match=f"OpenRLHF's '--{name}' = .* does not fit the run; "):
+        with pytest.raises(ConfigError, match=f"OpenRLHF's '--{name}' = "):
             check(config, their_options([*fitting, f"--{name}", value]))
-    with pytest.raises(ConfigError, match=r"'--train\.async_enable' = True does not fit the run; leave it out"):
+    with pytest.raises(ConfigError, match=r"OpenRLHF's '--train\.async_enable' = True "):
         check(config, their_options([*fitting, "--train.async_enable"]))
-    with pytest.raises(ConfigError, match="or let April draw the prompts"):
+    with pytest.raises(ConfigError, match=r"'data\.source' = 'submitted' .*OpenRLHF"):
         check(load(config_file, ["--data.source", "submitted"]), their_options(fitting))
 
 

@@ -228,5 +228,5 @@ def test_arguments_of_trl_that_do_not_fit_the_run_are_refused(config_file, tmp_p
     config = load(config_file)
     adapter.check(config, SimpleNamespace(**fitting))
     for name in ("num_generations", "generation_batch_size", "max_steps", "temperature", "num_iterations"):
-        with pytest.raises(ConfigError, match=f"TRL's 'GRPOConfig.{name}' = 17 does not fit the run; set it to "):
+        with pytest.raises(ConfigError, match=f"TRL's 'GRPOConfig.{name}' = 17 "):
             adapter.check(config, SimpleNamespace(**fitting | {name: 17}))

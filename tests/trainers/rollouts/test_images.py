@@ -90,7 +90,7 @@ def test_token_ids_have_a_placeholder_for_each_token_of_their_images(submit, fol
     [encoded] = submit(Prompt(ids, images=[red, blue]))
     assert encoded.ids.tolist() == ids and encoded.submission.prompt_tokens == 13
     assert encoded.submission.images == [name_of(png) for png in encoded.images.values()]
-    with pytest.raises(ValueError, match="take 10 tokens, and its ids have 9 of their placeholders"):
+    with pytest.raises(ValueError, match=r"10 tokens.* 9 of"):
         submit(Prompt(ids[:-2], images=[red, blue]))
 
 
@@ -132,14 +132,10 @@ def test_what_is_no_image_is_refused_with_a_sentence(submit, prompt, why):
 
 def test_a_run_that_takes_no_images_says_so(submit, folder):
     shown = Prompt("1=", images=[picture()])
-    with pytest.raises(
-        ConfigError, match=r"'worker.engine' = 'torch' takes no images, and submitted prompts have some"
-    ):
+    with pytest.raises(ConfigError, match=r"'worker\.engine' = 'torch' .*images"):
         submit(shown, worker__engine="torch")
     (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(
-        ConfigError, match=r"takes no images, and submitted prompts have some; use a model with an image"
-    ):
+    with pytest.raises(ConfigError, match=r"'model\.path' = .*images"):
         submit(shown)
     assert submit(Prompt("1="))
 

@@ -102,12 +102,12 @@ def test_weights_of_repeated_batches_are_not_sent(config):
 def test_taking_a_batch_without_publishing_weights_is_an_error(config):
     broker = RecordingBroker(2)
     with Rollouts(config, 0, broker, broker) as run:
-        with pytest.raises(RuntimeError, match=r"weights 0 have not been published.*call run.publish"):
+        with pytest.raises(RuntimeError, match=r"weights 0 .*run\.publish"):
             next(run.batches())
         run.publish(WEIGHTS)
         batches = run.batches()
         next(batches)
-        with pytest.raises(RuntimeError, match="weights 1 have not been published"):
+        with pytest.raises(RuntimeError, match=r"weights 1 .*run\.publish"):
             next(batches)
 
 
@@ -126,7 +126,7 @@ def test_prompts_are_texts_messages_or_ids_and_submitted_ones_are_skipped(submit
     assert submits[0] == (0, [], []), "how many there are is asked at the start"
     assert submits[1][:2] == (0, [4, 2, 1]) and submits[1][2][4:] == [4, 5, 6]
     assert submits[2] == (3, [1, 1], [6, 7])
-    with pytest.raises(ValueError, match="prompt 9 does not follow the 5"):
+    with pytest.raises(ValueError, match=r"prompt 9 .*5"):
         run.submit([[1]], first=9)
     for wrong, why in (([], "0 tokens"), ([1] * 9999, "9999 tokens"), (Prompt([1], "x" * 200_000), "more than")):
         with pytest.raises(ValueError, match=why):
@@ -199,7 +199,7 @@ def test_connect_raises_what_the_run_refuses(config_file, tmp_path):
     with pytest.raises(ConfigError, match=r"tcp://HOST:PORT"):
         april.connect(config_file, run="nowhere")
     (tmp_path / "runs" / "small").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"'run.name' = 'small' names a folder .* that has no journal; remove it"):
+    with pytest.raises(ConfigError, match=r"'run\.name' = 'small' .*no journal"):
         april.connect(config_file)
 
 

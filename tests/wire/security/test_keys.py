@@ -151,7 +151,7 @@ def test_a_run_whose_keys_do_not_fit_is_refused_before_anything_starts(keys, con
 
 @pytest.mark.parametrize(("key", "value"), [("broker.bind", "tcp://0.0.0.0:5555"), ("weights.host", "10.0.0.1")])
 def test_a_configuration_that_opens_a_port_without_keys_is_refused(config_file, key, value):
-    with pytest.raises(ConfigError, match=rf"key '{key}' = .*april keygen"):
+    with pytest.raises(ConfigError, match=rf"'{key}' = .*april keygen"):
         configuration.load(config_file, [f"--{key}", value, "--security.keys", "off"])
 
 
@@ -227,7 +227,7 @@ def test_what_is_made_once_survives_killed_makers_two_at_once_and_no_hard_links(
 def test_no_key_is_left_on_a_file_system_without_modes(tmp_path, monkeypatch):
     monkeypatch.setattr(keygen, "is_open_to_others", lambda file: True)
     for make in (keygen.make_folder_once, keygen.make_secret_once):
-        with pytest.raises(ConfigError, match=r"no modes; give another 'run.dir', or a folder .* elsewhere"):
+        with pytest.raises(ConfigError, match=r"no modes.*'run\.dir'"):
             make(tmp_path / "made")
     assert not any(tmp_path.iterdir())
 

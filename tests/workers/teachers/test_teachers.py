@@ -63,10 +63,10 @@ def test_sglang_calls_the_largest_id_of_its_vocabulary_0_and_no_other():
     entries = [*RIGHT[:-1], [-4.0, 0, "<pad>"], [-8.0, 0, "<pad>"]]
     with serving(as_sglang(entries)) as url:
         assert SglangTeacher(rules(url=url, vocabulary=6))(ids).tolist() == [*LOGPROBS, -8.0]
-        with pytest.raises(TeacherError, match="token 0 where 5 was asked for"):
+        with pytest.raises(TeacherError, match="token 0 where 5"):
             SglangTeacher(rules(url=url, vocabulary=7))(ids)
     entries[1] = [-0.5, 0, None]
-    with serving(as_sglang(entries)) as url, pytest.raises(TeacherError, match="token 0 where 2 was asked for"):
+    with serving(as_sglang(entries)) as url, pytest.raises(TeacherError, match="token 0 where 2"):
         SglangTeacher(rules(url=url, vocabulary=6))(ids)
 
 
@@ -262,7 +262,7 @@ def test_a_teacher_that_the_learner_holds_is_counted_and_has_all_ids_of_the_poli
     assert teacher_bytes(with_teacher(config_file, path=policy_folder)) == 0
     shape = json.loads((policy_folder / "config.json").read_text())
     (tmp_path / "held" / "config.json").write_text(json.dumps(shape | {"vocab_size": 7}))
-    with pytest.raises(ConfigError, match="has a head of 7 ids, and the policy one of"):
+    with pytest.raises(ConfigError, match=r"'teacher\.big\.path' = .*7 ids"):
         check_teacher(config, "big", config.teacher["big"])
 
 
@@ -291,7 +291,7 @@ def test_a_server_that_lies_about_its_tokeniser_is_refused(config_file, policy_f
 
     with serving(telling) as url:
         checked(url, top_k=2)
-        with pytest.raises(ConfigError, match=r"told the 2 most likely ids .* where 3 .* lower teacher.big.top_k"):
+        with pytest.raises(ConfigError, match=r"the 2 most .*where 3 .*teacher\.big\.top_k"):
             checked(url, top_k=3)
-        with pytest.raises(ConfigError, match=r"'teacher\.big\.top_k' = 200 is more than the policy's"):
+        with pytest.raises(ConfigError, match=r"'teacher\.big\.top_k' = 200 .*policy"):
             checked(url, top_k=200)
