@@ -137,7 +137,6 @@ def test_after_kills_a_sampler_has_drawn_what_the_journal_says_that_it_draws(cha
     assert sorted(drawn[:PROMPTS]) == list(range(PROMPTS)), "first each prompt once"
 
 
-@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_broker_that_does_not_sync_is_caught(chaos):
     """The negative control: the judge sees what a power loss takes from a broker that acknowledges too early."""

@@ -135,7 +135,6 @@ def test_cuda_can_be_accepted(checkout, cuda_torch):
     assert checkout.installed == {"torch", "nvidia_cudnn_cu13", "tiny"}
 
 
-@pytest.mark.full
 def test_cuda_is_installed_where_there_is_an_accelerator(checkout, cuda_torch):
     (checkout.devices / "nvidia0").touch()
     assert checkout.install().returncode == 0

@@ -108,7 +108,6 @@ def test_policy_and_critic_are_those_of_the_reference(policy_folder, tmp_path, r
         assert off.mean() < 2e-3 * often.learner.lr and off.max() < 0.3 * often.learner.lr, name
 
 
-@pytest.mark.full
 def test_restored_ranks_continue_bitwise_with_their_critic(policy_folder, tmp_path, one_rank):
     config = make_config(
         policy_folder, tmp_path / "run", algorithm=PPO, critic=CRITIC | {"warmup_batches": 1}, microbatch_tokens=64,

@@ -29,32 +29,36 @@ SMALL_BYTES = 600
 
 @pytest.fixture(scope="module")
 def gathered(tmp_path_factory):
-    """{family or adapter: what the ranks gather}"""
+    """{family: what the ranks gather}"""
     folder = tmp_path_factory.mktemp("parts")
     for name in MIXTURES:
         family(name).save_pretrained(folder / name)
-    make_policy(folder / "qwen3", intermediate_size=64)
     jobs = [job(make_config(folder / name, folder / f"run_{name}"), [], parts=True) for name in MIXTURES]
-    for name, lora in ADAPTED.items():
-        config = make_config(folder / "qwen3", folder / f"run {name}", lora=lora)
-        jobs.append(job(config, [], parts=True, random_adapter=True, bucket_bytes=SMALL_BYTES))
-    return dict(zip([*MIXTURES, *ADAPTED], run_ranks(RANKS, jobs, folder / "ranks"), strict=True))
+    return dict(zip(MIXTURES, run_ranks(RANKS, jobs, folder / "ranks"), strict=True))
 
 
-@pytest.mark.full
-@pytest.mark.turn("gathered")
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """{adapter: what the ranks gather}"""
+    folder = tmp_path_factory.mktemp("adapters")
+    make_policy(folder / "qwen3", intermediate_size=64)
+    configs = [make_config(folder / "qwen3", folder / f"run {name}", lora=lora) for name, lora in ADAPTED.items()]
+    jobs = [job(config, [], parts=True, random_adapter=True, bucket_bytes=SMALL_BYTES) for config in configs]
+    return dict(zip(ADAPTED, run_ranks(RANKS, jobs, folder / "ranks"), strict=True))
+
+
 @pytest.mark.parametrize("name", ADAPTED)
-def test_ranks_merge_an_adapter_into_the_parts_that_they_gather(gathered, name):
+def test_ranks_merge_an_adapter_into_the_parts_that_they_gather(adapted, name):
     """A product of a few rows may differ in its last bit from that of all rows of a rank."""
-    found, expected = gathered[name]["from_parts"], gathered[name]["weights"]
+    found, expected = adapted[name]["from_parts"], adapted[name]["weights"]
     assert found.keys() == expected.keys()
     for each, value in expected.items():
         torch.testing.assert_close(found[each], value, rtol=1e-6, atol=1e-6)
-    assert all(gathered[name]["names"]), "each rank gathers a part"
+    assert all(adapted[name]["names"]), "each rank gathers a part"
 
 
 @pytest.mark.full
-@pytest.mark.turn("gathered")
+@pytest.mark.turn("mixtures")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_parts_of_a_mixture_are_the_weights_that_rank_0_gathers(gathered, name):
     assert equal(gathered[name]["from_parts"], gathered[name]["weights"])
@@ -62,7 +66,7 @@ def test_parts_of_a_mixture_are_the_weights_that_rank_0_gathers(gathered, name):
 
 
 @pytest.mark.full
-@pytest.mark.turn("gathered")
+@pytest.mark.turn("mixtures")
 def test_an_expert_is_sent_by_the_rank_that_has_it(gathered):
     by_rank = gathered["qwen3_moe"]["names"]
     for rank, experts in enumerate([(0, 1), (2, 3)]):

@@ -8,6 +8,7 @@ import pytest
 
 from april.observe.report.run_folder import read_records
 from tests.support.dataset_records import RECORDS
+from tests.support.marks import full
 from tests.support.run_processes import APRIL, assert_closed
 
 FOLDER = Path(__file__).parents[2] / "configs" / "published"
@@ -26,8 +27,7 @@ TINY = {
 SIZES = {"sync": {}, "april": {"over-sampling-batch-size": 8}, "continuous": {"schedule.in_flight": 16}}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("twin", TWINS, ids="-".join)
+@pytest.mark.parametrize("twin", [full(TWINS[0]), TWINS[1], full(TWINS[2])], ids="-".join)
 def test_a_tiny_twin_trains_a_step(twin, start, policy_folder, tmp_path, monkeypatch):
     model, data, algorithm, schedule = twin
     (tmp_path / "parity.py").write_text("def odd(response, label, finish_reason): return float(len(response) % 2)\n")

@@ -47,6 +47,7 @@ def test_buckets_of_any_size_go_through_the_ring_transfer_after_transfer():
     learner.close()
 
 
+@pytest.mark.full
 def test_the_ring_of_a_killed_worker_carries_the_weights_of_the_next_one(publisher):
     """torch never frees memory of an accelerator that a killed process had opened, so a new ring for each would fill
     it."""
