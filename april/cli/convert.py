@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from april.trainers.convert.framework import Framework
     from april.trainers.convert.translation import Translation
 
-
 DIFFERS = 5
 """Exit status of a conversion in which an option of the script could not be translated, or still needs a decision."""
 COMMENT_CHARACTERS = 200

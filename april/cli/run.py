@@ -13,7 +13,6 @@ from april.util.lifetime import REFUSED
 if TYPE_CHECKING:
     from april.config import Config
 
-
 TOO_MANY_FAILED = 4
 """Exit status of a finished run in which a larger share of prompts than reward.max_failed_share failed for good."""
 TRAINED_NOTHING = 5

@@ -10,7 +10,6 @@ from april.util.errors import refuse
 if TYPE_CHECKING:
     from april.simulate.scenario import Scenario
 
-
 SCENARIO = (
     option("scenario", type=Path, help="TOML file of a scenario, such as configs/published.toml."),
     option(

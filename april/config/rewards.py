@@ -163,7 +163,9 @@ class RewardSection(Section):
         "those that ship.",
     )
     part: dict[str, RewardPartSection] = Field(
-        {}, description="Parts of the reward by name, as [reward.part.NAME], for rows that are scored by reward.name."
+        {},
+        description="Parts by name, as [reward.part.NAME]: the reward of rows that reward.name scores is then the sum "
+        "of the parts, each times its weight. Rows that name another verifier keep that verifier's reward.",
     )
 
     def asked(self, verifier: str) -> list[str]:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """int64 [count]: row indices in the order of this epoch: random by `seed` and `epoch`, or ascending without
+    """The row indices in the order of this epoch, int64 [count]: random by `seed` and `epoch`, or ascending without
     `shuffle`."""
     if not shuffle:
         return np.arange(count, dtype=np.int64)

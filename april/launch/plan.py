@@ -80,7 +80,7 @@ class Needs:
 
 
 def needs_of(config: Config) -> Needs:
-    """Needs of a run. Raises ModelError for a model that the learner does not train."""
+    """Memory that a run takes on its accelerators. Raises ModelError for a model that the learner does not train."""
     section, tokens, ranks = config.learner, pass_tokens(config), config.learner.ranks
     fp32 = section.compute == "fp32"
     sizes = sizes_of(config)

@@ -115,7 +115,8 @@ def row_dimension(value: Any, length: int) -> int | None:
 
 
 def joined(values: tuple, lengths: list[int]) -> Any:
-    """Results of all sequences, joined along the dimension of their lengths; without one, the last result."""
+    """Results of all sequences, concatenated along the dimension whose sizes are `lengths` (tokens of each). Results
+    without such a dimension, or that are no tensors, cannot be concatenated: the last one stands for all."""
     if not all(isinstance(value, Tensor) for value in values):
         return values[-1]
     for dim in sorted(range(values[0].ndim), key=lambda dim: dim != 1):

@@ -72,7 +72,7 @@ TokenObserver = Callable[[list[int], Tensor, Tensor, ResponseTokens], None]
 """Callback (sample indices, log-probabilities [K], entropies [K], tokens) that records how the learner scored the K
 tokens of a micro-batch."""
 Scorer = Callable[[Sequence[MicroBatch]], Iterator[tuple[Tensor, ...]]]
-"""Function (micro-batches) -> for each, the columns [K] that a model computes without gradients. Collective."""
+"""Function (micro-batches) -> for each a model's log-probabilities and the like [K] of its K tokens. Collective."""
 
 
 class Trainer:

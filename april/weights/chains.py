@@ -79,8 +79,8 @@ class Chains:
 
     def extend(self, channels: Iterable[WeightChannel], invite_for: Callable[[WeightChannel], ChannelInvite]) -> None:
         """Join chains of the open `channels`, at most `size` workers together: the last worker of one chain and the
-        first of another are told to connect. `invite_for(channel)`: the channel's invitation, sent to both with another
-        name."""
+        first of another are told to connect. `invite_for(channel)`: an invitation to meet in the store of this channel;
+        both workers get it, with a name for their link in place of the channel's."""
         heads = [each for each in channels if each.upstream is None and can_chain(each)]
         if self.size == 1 or len(heads) < 2:
             return

@@ -28,7 +28,8 @@ from april.wire.rows import CHUNK, ROW, ReportRow, chunk_row, observation_row, p
 from april.wire.sockets.broker import BrokerConnection
 
 SCORE_WAIT_S = 0.05
-"""Longest wait of a response's last rows for its score (s). The broker counts the slot as taken until they arrive."""
+"""Longest time for which the last report rows (token chunks) of a response wait for its score, seconds. Until they
+arrive, the broker counts the slot as taken."""
 Entry = tuple[ReportRow, bytes]
 """A report row and its payload."""
 

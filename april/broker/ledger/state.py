@@ -127,7 +127,7 @@ class Rounds(msgspec.Struct):
     """Rounds and drains, and the aborts that both cause."""
 
     number: int = -1
-    """Number of the current or last round; -1 before the first."""
+    """Number of the current or last round, in which the samples of a batch are generated; -1 before the first."""
     open: bool = False
     draining: bool = False
     """Whether a drain is on: no lease is granted, and workers hand back the training samples that they generate."""

@@ -100,8 +100,8 @@ def draws_in_order(section: ScheduleSection) -> bool:
 
 
 def check_sampler(section: ScheduleSection, submitted: bool) -> None:
-    """Raises ConfigError for a sampler that cannot be found, fails on three rows, or has no rows to choose from
-    (`submitted`: the trainer submits the prompts)."""
+    """Try the sampler on three invented rows. Raises ConfigError if it cannot be found, fails in that trial, or has no
+    rows to choose from (`submitted`: the trainer submits the prompts)."""
     if draws_in_order(section):
         return
     if submitted:

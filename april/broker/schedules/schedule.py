@@ -128,7 +128,8 @@ class Schedule:
         return cls(section, prompts)
 
     def advance(self, ledger: Ledger) -> bool:
-        """Start or end rounds, open groups and deliver a batch as the ledger permits; True when a round ended."""
+        """Start or end rounds (a round generates the groups of one batch), open groups and deliver a batch, each as
+        far as the ledger permits; returns True when a round ended."""
         raise NotImplementedError
 
     def finished(self, ledger: Ledger) -> bool:

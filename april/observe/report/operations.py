@@ -1,4 +1,4 @@
-"""Render a live broker's status, its dead letters, and the table of a run in the terminal."""
+"""Render in the terminal: the status of a live broker, its dead letters, and the account of a run's tokens."""
 
 from datetime import datetime
 from pathlib import Path

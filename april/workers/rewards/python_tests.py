@@ -36,7 +36,7 @@ from april.workers.rewards.sandbox_runner import header
 
 
 class LabelPlan(NamedTuple):
-    """Python tests, and what a judge is told about them."""
+    """The Python tests of a row's label, and what the process that judges a program by them needs to know."""
 
     source: str
     prompt: str

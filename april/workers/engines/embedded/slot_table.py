@@ -80,7 +80,8 @@ class DecodeBatch:
         self.slots = slots
         self.lengths = table.length[slots]
         self.due_at = np.minimum(np.minimum(table.max_length[slots], table.handed_over[slots] + chunk_tokens), full_at)
-        """int64 [n]: context length at which a row ends, has a chunk due, or moves within the cache."""
+        """int64 [n]: context length at which a row ends, hands over its next chunk of tokens, or moves to a longer part
+        of the cache."""
         self.steps_left = int((self.due_at - self.lengths).min())
         """Decode steps that can still be launched before a row is due."""
         self.unread = 0
