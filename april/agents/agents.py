@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """Most deaths of a program's process without a new turn in between; after one more its session is given back."""
+MAX_CLOSED = 10_000
+"""Number of closed sessions whose lease ids an agents process remembers."""
 
 
 class Agents:
@@ -42,6 +44,8 @@ class Agents:
         """Why this process cannot continue; "" while it can."""
         self.completed = 0
         """Number of sessions closed without an error."""
+        self._closed: dict[int, None] = {}
+        """Lease ids of the last `MAX_CLOSED` sessions closed here (a dict used as an ordered set)."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._deaths: dict[int, tuple[int, int]] = {}
         """Lease id -> (turns when the program's process last died, deaths at that number of turns)."""
@@ -51,6 +55,8 @@ class Agents:
     def open_session(self, lease: wire.AgentSession, rows: list[RowWithPayload]) -> None:
         if session := self.sessions.get(lease.lease_id):
             return session.receive_rows(rows)
+        if lease.lease_id in self._closed:
+            return  # sent again after a reconnect, before the broker has read that the session is closed
         by_tokens = self.section.history == "template"
         session = ConversationTree(
             lease, self.renderer, self.link.send_observation, self.section.max_turn_tokens, by_tokens
@@ -105,15 +111,13 @@ class Agents:
         if reward is not None:
             closing = wire.Scored(key, [reward], [details or {}], superseded, state)
         self.completed += 1
-        self._forget(key, "its agent has ended")
-        self.link.close_session(closing)
+        self._close(closing, "its agent has ended")
 
     def process_died(self, keys: list[int], why: str) -> None:
         for key in keys:
             if session := self.sessions.get(key):
                 if self.section.replay == "discard" and session.turns:
-                    self._forget(key, why)
-                    self.link.close_session(wire.GiveBack(key, 0, "leave"))
+                    self._close(wire.GiveBack(key, 0, "leave"), why)
                     continue
                 turns, deaths = self._deaths.get(key, (0, 0))
                 deaths = deaths + 1 if turns == len(session.turns) else 1
@@ -142,10 +146,19 @@ class Agents:
 
     def _give_back(self, lease_id: int, error: str) -> None:
         """Give back the session of a failed program; its sample will start again from nothing."""
-        if session := self._forget(lease_id, "its agent has failed"):
+        if session := self.sessions.get(lease_id):
             ids = {"group": session.lease.group, "sample": session.lease.index}
             log.warning("an agent has failed: %s", error, extra=ids)
-            self.link.close_session(wire.GiveBack(lease_id, 0, "agent_failed", clip(error.splitlines()[0])))
+            reason = clip(error.splitlines()[0])
+            self._close(wire.GiveBack(lease_id, 0, "agent_failed", reason), "its agent has failed")
+
+    def _close(self, closing: wire.Closing, why: str) -> None:
+        """Forget a session and report its end. `why`: answered to calls that wait."""
+        self._forget(closing.lease_id, why)
+        self._closed[closing.lease_id] = None
+        if len(self._closed) > MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        self.link.close_session(closing)
 
     def _forget(self, lease_id: int, why: str, status: int | None = OVER_STATUS) -> ConversationTree | None:
         session = self.sessions.pop(lease_id, None)

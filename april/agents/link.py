@@ -190,8 +190,6 @@ class BrokerLink(threading.Thread):
         match message:
             case wire.AgentSessionList():
                 for index, session in enumerate(message.sessions):
-                    if self.reports.is_closing(session.lease_id):
-                        continue  # the broker has not yet read that the session is closed
                     self.leases.add(session.lease_id)
                     table, payload = received.packed[2 * index : 2 * index + 2]
                     rows = list(rows_with_payloads(table.data, payload.data))

@@ -22,7 +22,7 @@ from april.agents.gateway import Gateway, json_response, read_body
 from april.agents.host import StartProgram
 from april.agents.link import BrokerLink
 from april.agents.listening import AttachKey, attach_keyfile, listen, server_tls
-from april.agents.programs import CommandRunner, ProgramObserver, ProgramRunner
+from april.agents.programs import CommandRunner, NotStarted, ProgramObserver, ProgramRunner
 from april.agents.rendering import Renderer
 from april.config import Config
 from april.data.tokenizer import Tokenizer
@@ -71,8 +71,9 @@ async def serve(
     except OSError as error:
         print(f"april agents: key 'agent.listen' = {section.listen!r}: {error.strerror}", file=sys.stderr)
         return REFUSED
-    except (TimeoutError, asyncio.IncompleteReadError):
-        print(f"april agents: the process of agent.program = {section.program!r} did not start", file=sys.stderr)
+    except NotStarted as error:
+        program = section.program or " ".join(section.command)
+        print(f"april agents: the process of the program {program!r} did not start: {error}", file=sys.stderr)
         return 1
     log.info("the API is at %s; connecting to %s", agents.addresses.public, address)
     connection = BrokerConnection(address, "agents", name, new_uid(name), config.broker.patience_s, keys)

@@ -34,6 +34,10 @@ CHANNEL_CLOSED = (asyncio.IncompleteReadError, ConnectionError)
 """Exceptions that reading from a host process raises once the process has ended."""
 
 
+class NotStarted(Exception):
+    """The process that runs the programs does not become ready; the text says why."""
+
+
 class ProgramObserver(Protocol):
     """Receives the outcomes of programs; `key` is the session's lease id."""
 
@@ -54,7 +58,8 @@ class ProgramObserver(Protocol):
 
 
 class Runner(Protocol):
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Prepare for programs. Raises NotStarted."""
 
     def start_program(self, order: StartProgram) -> None:
         """Run the program for a session."""
@@ -83,11 +88,28 @@ class ProgramRunner:
         self._closed = False
 
     async def start(self) -> None:
-        """Start the host process, and the programs that wait for it. Raises OSError, such as TimeoutError, or
-        asyncio.IncompleteReadError if it does not become ready."""
+        """Start the host process, and the programs that wait for it. Raises NotStarted."""
+        try:
+            process, outcomes, orders = await self._start_host()
+        except TimeoutError:
+            raise NotStarted(f"it was not ready after {START_TIMEOUT_S:g} s") from None
+        except CHANNEL_CLOSED:
+            raise NotStarted("it ended at its start") from None
+        except OSError as error:
+            raise NotStarted(f"it cannot be started: {error.strerror}") from error
+        self._orders = orders
+        self._reading = asyncio.create_task(self._read(process, outcomes))
+        self._reading.add_done_callback(self._reading_ended)
+        waiting, self.waiting = self.waiting, {}
+        for order in waiting.values():
+            self._begin(orders, order)
+
+    async def _start_host(self) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+        """The host process once it is ready, with the streams of its outcomes and orders. Raises OSError, such as
+        TimeoutError, or asyncio.IncompleteReadError."""
         near, far = socket.socketpair()
         with far:
-            self.process = await asyncio.create_subprocess_exec(
+            self.process = process = await asyncio.create_subprocess_exec(
                 *python_command("-m", "april.agents.host", self.program, str(self.threads)),
                 stdin=far.fileno(), stdout=STDERR, start_new_session=True,
                 env=python_environment() | self.mark | {SUPERVISED: str(os.getpid())},
@@ -95,12 +117,7 @@ class ProgramRunner:
         outcomes, orders = await asyncio.open_connection(sock=near)
         orders.write(frame(self.options))
         await asyncio.wait_for(outcomes.readexactly(LENGTH_BYTES), START_TIMEOUT_S)
-        self._orders = orders
-        self._reading = asyncio.create_task(self._read(self.process, outcomes))
-        self._reading.add_done_callback(self._reading_ended)
-        waiting, self.waiting = self.waiting, {}
-        for order in waiting.values():
-            self._begin(orders, order)
+        return process, outcomes, orders
 
     def start_program(self, order: StartProgram) -> None:
         if self._orders:
@@ -160,7 +177,7 @@ class ProgramRunner:
         await asyncio.to_thread(end_marked, self.mark)
         try:
             await self.start()
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except NotStarted as error:
             return self.observer.runner_failed(f"{why} (status {status}), and did not start again: {error}")
         self.observer.process_died(lost, f"{why} (status {status})")
 
@@ -194,7 +211,10 @@ class CommandRunner:
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NotStarted(f"the folder of {self.log} cannot be made: {error.strerror}") from error
 
     def start_program(self, order: StartProgram) -> None:
         self.active.add(order.key)

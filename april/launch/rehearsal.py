@@ -21,7 +21,7 @@ from april import wire
 from april.agents.conversation_tree import ConversationTree
 from april.agents.gateway import Gateway, task_of
 from april.agents.host import StartProgram
-from april.agents.programs import CommandRunner, ProgramRunner, Runner
+from april.agents.programs import CommandRunner, NotStarted, ProgramRunner, Runner
 from april.agents.rendering import Renderer
 from april.broker.filters import CompleteGroup, FilterFailed, GroupFilters, ask
 from april.config import Config, ConfigError
@@ -131,8 +131,8 @@ async def run_session(
         began = time.monotonic()
         while not outcome.is_over and time.monotonic() - began < (patience_s if outcome.turns else FIRST_REQUEST_S):
             await asyncio.sleep(AGENT_POLL_S)
-    except (TimeoutError, asyncio.IncompleteReadError):
-        outcome.program_ended(SESSION_KEY, None, "its process ended at its start")
+    except NotStarted as error:
+        outcome.program_ended(SESSION_KEY, None, f"its process did not start: {error}")
     finally:
         await runner.close()
         await http.cleanup()

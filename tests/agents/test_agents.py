@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from april import wire
 from april.agents import programs
@@ -16,9 +17,8 @@ from april.agents.agents import MAX_DEATHS, Agents
 from april.agents.dialects.chat import Chat
 from april.agents.gateway import Gateway
 from april.agents.host import Host, ProgramEnded, StartProgram, pack_state
-from april.agents.link import BrokerLink
 from april.agents.listening import Addresses
-from april.agents.programs import CommandRunner, ProgramRunner
+from april.agents.programs import CommandRunner, NotStarted, ProgramRunner
 from april.agents.rendering import Renderer
 from april.config import ConfigError
 from april.config.workers import AgentSection
@@ -82,6 +82,15 @@ def test_with_replay_discard_a_program_that_has_made_a_call_is_not_rerun(agents)
     assert not agents.sessions and not agents.gateway.sessions
 
 
+@pytest.mark.parametrize("replay", ["answer", "discard"])
+def test_a_closed_session_that_the_broker_sends_again_is_not_run_again(agents, replay):
+    agents.section = AgentSection(attach=True, replay=replay)
+    agents.open_session(LEASE, [])
+    agents.program_ended(SESSION, 1.0, "")
+    agents.open_session(LEASE, [])
+    assert len(agents.runner.started) == 1 and not agents.sessions
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "reward, posted, closing",
@@ -100,10 +109,10 @@ def test_the_reward_is_the_program_s_or_the_posted_one_or_the_verifier_s(agents,
 
 
 def test_an_agent_says_what_was_correct_beside_its_reward(agents):
-    for posted, returned in ((0.25, None), (None, 0.5)):
-        agents.open_session(LEASE, [])
-        agents.sessions[SESSION].reward, agents.sessions[SESSION].details = posted, {"correct": 0.0}
-        agents.program_ended(SESSION, returned, "", details=returned and {"correct": 1.0})
+    for lease_id, posted, returned in ((SESSION, 0.25, None), (2 * SESSION, None, 0.5)):
+        agents.open_session(replace(LEASE, lease_id=lease_id), [])
+        agents.sessions[lease_id].reward, agents.sessions[lease_id].details = posted, {"correct": 0.0}
+        agents.program_ended(lease_id, returned, "", details=returned and {"correct": 1.0})
     scored = [(closing.rewards, closing.details) for closing in agents.link.closings]
     assert scored == [([0.25], [{"correct": 0.0}]), ([0.5], [{"correct": 1.0}])]
 
@@ -136,18 +145,6 @@ def test_without_a_host_process_all_sessions_are_given_back(agents):
     agents.open_session(LEASE, [])
     agents.runner_failed("it does not start")
     assert agents.link.leave_reasons == [agents.failure] and "it does not start" in agents.failure
-
-
-def test_a_session_that_is_closing_is_not_opened_again(monkeypatch):
-    link = BrokerLink.__new__(BrokerLink)
-    link.leases, link.reports = {SESSION}, SimpleNamespace(is_closing=lambda lease_id: lease_id == SESSION)
-    outcomes = []
-    monkeypatch.setattr(BrokerLink, "_notify", lambda self, function, *arguments: outcomes.append(arguments))
-    link.listener = SimpleNamespace(open_session=None)
-    empty = wire.PackedArray("u1", 0, b"")
-    both = wire.AgentSessionList([LEASE, wire.AgentSession(SESSION + wire.MAX_FORKS, 3, 2, False, '""', "", 64, 1.0)])
-    link._handle(wire.Received(both, [empty] * 4))
-    assert [session.lease_id for session, _ in outcomes] == [SESSION + wire.MAX_FORKS]
 
 
 class ProgramObserver:
@@ -270,6 +267,29 @@ def test_whatever_fails_in_a_runner_is_said_and_leaves_no_session_waiting(tmp_pa
 
 def fail(*_):
     raise ValueError("a fault")
+
+
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        (["sh", "-c", "kill -9 $$"], "ended at its start"),
+        (["sleep", "100"], "not ready after 0.3 s"),
+        (["no-such-command"], "cannot be started: No such file"),
+    ],
+)
+def test_a_host_process_that_does_not_become_ready_is_said_not_to_have_started(monkeypatch, command, said):
+    monkeypatch.setattr(programs, "python_command", lambda *words: command)
+    monkeypatch.setattr(programs, "START_TIMEOUT_S", 0.3)
+
+    async def play():
+        runner = ProgramRunner("unused", {"much": "x" * 100_000}, 4, ProgramObserver())
+        try:
+            await runner.start()
+        finally:
+            await runner.close()
+
+    with pytest.raises(NotStarted, match=said):
+        asyncio.run(play())
 
 
 @pytest.mark.full

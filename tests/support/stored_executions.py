@@ -8,10 +8,12 @@ import orjson
 
 
 def executions(folder):
-    """Yield (sample, answers read by each execution of its program, in order) for each sample."""
+    """Yield (sample, answers read by each execution of its program, in order) for each sample with a recorded answer. A
+    program that is killed between opening its file and writing to it leaves an empty file."""
     for file in sorted(folder.iterdir()):
         lines = map(orjson.loads, file.read_bytes().splitlines())
-        yield file.name, [[line["said"] for line in of_one] for _, of_one in groupby(lines, itemgetter("execution"))]
+        if runs := [[line["said"] for line in of_one] for _, of_one in groupby(lines, itemgetter("execution"))]:
+            yield file.name, runs
 
 
 def agree(runs):
