@@ -34,6 +34,7 @@ it."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Environment variable with the number of restarts of the ranks so far, as torchrun names it; over several machines
 with the number of the start."""
+OUT_OF_MEMORY = "; if nobody has sent it, memory ran out (dmesg says so): set a smaller learner.microbatch_tokens"
 IMPORTED = ("april.learner.loop", "april.learner.source", "april.learner.trainer", "april.weights.publisher")
 """Names of modules imported before the ranks are forked; none may start a thread or use an accelerator."""
 
@@ -47,15 +48,15 @@ def main(arguments: list[str]) -> int:
     for name in IMPORTED:
         importlib.import_module(name)
     folder = "" if options.store else make_folder()
-    launcher, pids = os.getpid(), set()
+    launcher, ranks = os.getpid(), dict[int, int]()
     for rank in range(options.ranks):
         if pid := os.fork():
-            pids.add(pid)
+            ranks[pid] = options.node * options.ranks + rank
         else:
             become_rank(rank, options, launcher, folder)
             return run(options.program)
     try:
-        status = watch(pids)
+        status = watch(ranks)
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -137,23 +138,26 @@ def run(program: list[str]) -> int:
     return 0
 
 
-def watch(pids: set[int]) -> int:
-    """Wait until all rank processes `pids` have ended; kill the rest when one fails. Returns 0 if all succeeded,
-    REFUSED if one refused to train, otherwise 1."""
+def watch(ranks: dict[int, int]) -> int:
+    """Wait until all rank processes have ended; kill the rest when one fails. A signal that has ended one is said on
+    stderr. `ranks`: rank by process id. Returns 0 if all succeeded, REFUSED if one refused to train, otherwise 1."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     statuses: set[int] = set()
     try:
-        while pids and statuses <= {0}:
+        while ranks and statuses <= {0}:
             pid, ended = os.wait()
-            pids.discard(pid)
-            statuses.add(os.waitstatus_to_exitcode(ended))
+            status, rank = os.waitstatus_to_exitcode(ended), ranks.pop(pid, None)
+            statuses.add(status)
+            if status < 0 and rank is not None:
+                hint = OUT_OF_MEMORY if -status == signal.SIGKILL else ""
+                print(f"rank {rank} was ended by {signal.Signals(-status).name}{hint}", file=sys.stderr)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
-        for pid in pids:
+        for pid in ranks:
             os.kill(pid, signal.SIGKILL)
-        while pids:
-            pids.discard(os.wait()[0])
+        while ranks:
+            ranks.pop(os.wait()[0], None)
     return REFUSED if REFUSED in statuses else int(statuses != {0})
 
 

@@ -1,6 +1,7 @@
 """Logging of a run's processes to stderr, as text or as one JSON object per line; failures of user code by kind, and
 their tracebacks without April's own frames."""
 
+import faulthandler
 import logging
 import re
 import sys
@@ -68,8 +69,10 @@ class JsonLines(logging.Formatter):
 def log_to_stderr(process: str, log_format: str = "text", **ids: Any) -> None:
     """Set up logging for a process of a run.
 
-    `log_format`: text | json. With json every line has `ids`, and the exception that ends the process is a line, too.
+    `log_format`: text | json. With json every line has `ids`, and the exception that ends the process is a line, too. A
+    crash in native code writes the Python stack of every thread to stderr.
     """
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
     handler = ToStderr()
     if log_format == "json":
         handler.setFormatter(JsonLines(process, ids))

@@ -42,3 +42,14 @@ def test_torchrun_does_not_retry_a_refusal(tmp_path):
     _, said = learner.communicate(timeout=120)
     assert learner.returncode == REFUSED, said
     assert said.count("key 'model.path' = '") == 1, said
+
+
+@pytest.mark.full
+def test_the_launcher_says_which_rank_a_signal_has_ended(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import os, time\nos.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(100)\n")
+    ranks = Popen(
+        [sys.executable, "-m", "april.learner.launch", "--nproc-per-node=2", str(program)], stderr=PIPE, text=True
+    )
+    _, said = ranks.communicate(timeout=120)
+    assert ranks.returncode == 1 and "rank 1 was ended by SIGKILL; if nobody has sent it, memory ran out" in said

@@ -1,6 +1,7 @@
 """Program that the learner's tests run under torchrun: trains each job of a folder's jobs.json, and writes
 results.pt."""
 
+import faulthandler
 import shutil
 import sys
 import time
@@ -154,6 +155,7 @@ KINDS = {"live": live, "compare": compare, "parts": parts, "export": export}
 
 
 def main(folder: Path) -> None:
+    faulthandler.enable()
     jobs = orjson.loads((folder / "jobs.json").read_bytes())
     device = process_group.join(Config.model_validate(jobs[0]["config"]).learner)
     results = [next((KINDS[kind] for kind in KINDS if kind in job), run)(job, device) for job in jobs]
