@@ -40,7 +40,11 @@ def call(command, folder):
     )
 
 
-@pytest.mark.parametrize("check", CHECKS)
+LONG = {"types": [pytest.mark.full, pytest.mark.always]}
+"""Marks of the checks that take a minute; a commit runs them, too."""
+
+
+@pytest.mark.parametrize("check", [pytest.param(check, marks=LONG.get(check, [])) for check in CHECKS])
 def test_the_code_is_as_agreed(check, tmp_path):
     done = call(CHECKS[check].format(tmp=tmp_path).split(), ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -75,6 +75,7 @@ def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broke
 
 
 @pytest.mark.full
+@pytest.mark.full
 def test_a_taken_port_is_said_so(start_broker, start, config_file):
     taken = start_broker().http.removeprefix("http://")
     other = ["--run.name", "second", "--operations.http", taken]

@@ -43,7 +43,7 @@ def hinted(batch):
     return TrainingBatch(0, [[replace(one, hinted_prompt=ids) for one, ids in zip(group, prompts, strict=True)]])
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.full), 2])
 def outcome(request, policy_folder, tmp_path_factory):
     """{case: (what the ranks computed, config, batches)}"""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")

@@ -103,6 +103,7 @@ def exported(tmp_path_factory):
     }
 
 
+@pytest.mark.xdist_group("exported")
 @pytest.mark.parametrize("case", [*EXPORTED, "tried again", "two disks"])
 def test_each_rank_writes_a_part_of_an_exported_model_which_is_the_one_of_a_single_rank(exported, case):
     reasons, run_dir, start = exported[case]
@@ -118,6 +119,7 @@ def test_each_rank_writes_a_part_of_an_exported_model_which_is_the_one_of_a_sing
     assert [*run_dir.parent.glob(f"**/{run_dir.name}/checkpoints/*")] == [folder], "no other disk keeps its part"
 
 
+@pytest.mark.xdist_group("exported")
 def test_a_part_that_cannot_be_written_is_said_by_all_ranks_and_leaves_no_model(exported):
     reasons, run_dir, _ = exported["full disk"]
     (reason,) = set(reasons)

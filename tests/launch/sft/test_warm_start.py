@@ -11,6 +11,7 @@ from april.launch.sft import warm_start as module
 from april.launch.sft.warm_start import Recipe, make_policy
 from april.learner.policy.arithmetic import VOCABULARY
 
+pytestmark = pytest.mark.xdist_group("warm start")
 SMALL = Recipe(hidden_size=64, layers=1, easy=16, clean=16, noisy=32)
 
 
