@@ -22,14 +22,15 @@ from april.wire.limits import clip
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""Most deaths of a program's process without a new turn in between; after one more its session is given back."""
+"""Number of times that the process of a session's program may die without a new turn in between. After one more death
+the session is given back to the broker."""
 MAX_CLOSED = 10_000
 """Number of closed sessions whose lease ids an agents process remembers."""
 
 
 class Agents:
-    """All sessions of this process. Implements `Listener` (for the broker link) and `ProgramObserver` (for the
-    runner)."""
+    """All agent sessions that this agents process holds. Implements `Listener` (for the broker link) and
+    `ProgramObserver` (for the runner)."""
 
     def __init__(self, section: AgentSection, gateway: Gateway, renderer: Renderer):
         self.section = section
@@ -48,7 +49,8 @@ class Agents:
         """Lease ids of the last `MAX_CLOSED` sessions closed here (a dict used as an ordered set)."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._deaths: dict[int, tuple[int, int]] = {}
-        """Lease id -> (turns when the program's process last died, deaths at that number of turns)."""
+        """Lease id of a session -> (number of its turns when its program's process last died, number of deaths since
+        the last of these turns was opened)."""
 
     # --- from the broker --------------------------------------------------------------------------------------
 
@@ -71,8 +73,8 @@ class Agents:
                 session.receive_rows([(row, payload)])
 
     def drop(self, lease_id: int, why: str) -> None:
-        """Forget a session and cancel its program. `why`: answered to calls that wait. For later requests with the
-        session's key, the broker is asked which process holds the session."""
+        """Forget a session and cancel its program. `why`: reason with which HTTP calls of the session that still wait
+        are refused. For later requests with the session's key, the broker is asked which process holds the session."""
         if self._forget(lease_id, why, status=None):
             self.runner.cancel(lease_id)
 
@@ -128,7 +130,8 @@ class Agents:
                     self._run(session)
 
     def runner_failed(self, why: str) -> None:
-        """Leave the run: other agents processes continue the open sessions."""
+        """Leave the run, since this process cannot run programs any more, for the reason `why`. Other agents processes
+        continue its open sessions."""
         self.failure = f"the process of agent.program = {self.section.program!r}: {why}"
         self.link.leave(self.failure)
 
@@ -145,7 +148,8 @@ class Agents:
         self._give_back(lease_id, f"it took longer than agent.timeout_s = {self.section.timeout_s:g}")
 
     def _give_back(self, lease_id: int, error: str) -> None:
-        """Give back the session of a failed program; its sample will start again from nothing."""
+        """Give the session of a failed program back to the broker; its sample will start again from nothing. `error`:
+        text of the failure."""
         if session := self.sessions.get(lease_id):
             ids = {"group": session.lease.group, "sample": session.lease.index}
             log.warning("an agent has failed: %s", error, extra=ids)
@@ -153,7 +157,8 @@ class Agents:
             self._close(wire.GiveBack(lease_id, 0, "agent_failed", reason), "its agent has failed")
 
     def _close(self, closing: wire.Closing, why: str) -> None:
-        """Forget a session and report its end. `why`: answered to calls that wait."""
+        """Forget a session and send the broker `closing`, the message that says how it has ended. `why`: reason with
+        which HTTP calls of the session that still wait are refused."""
         self._forget(closing.lease_id, why)
         self._closed[closing.lease_id] = None
         if len(self._closed) > MAX_CLOSED:

@@ -27,10 +27,10 @@ REPLACEMENT_CHARACTER = "\ufffd"
 MAX_PENDING_CALLS = 64
 """Most calls of one session that may wait for answers at once."""
 LONG_CHARACTERS = 16_384
-"""Characters of a conversation from which a thread tokenises it, so that the event loop is not blocked."""
+"""Number of characters from which a conversation is tokenised in a thread, so that the event loop is not blocked."""
 SendObservation = Callable[[int, int, np.ndarray, wire.TurnRequest, int], None]
-"""Type of `BrokerLink.send_observation`: (lease id of the fork, offset of the observation in the fork, its token ids,
-request, number of the parent fork)."""
+"""Type of `BrokerLink.send_observation`: (lease id of the fork, offset in the fork at which the observation begins, its
+token ids, the agent's request as the journal keeps it, number of the parent fork)."""
 
 
 class Refusal(ValueError):
@@ -91,7 +91,7 @@ class Fork:
 
 
 class SessionImage(NamedTuple):
-    """An image of a session's requests, which the broker has kept."""
+    """An image in a session's requests; the broker has stored its prepared file."""
 
     source: str
     """Sha256, in hex, of the file that the agent has sent; message parts refer to the image by this hash."""
@@ -121,14 +121,16 @@ class PolicyCall:
 
 
 class ConversationTree:
-    """All turns of a session, by fork; answers new calls from the journal or by new turns."""
+    """All turns of a session, by fork. A call is answered by the journaled turn of an equal call, or else by a new
+    turn."""
 
     def __init__(
         self, lease: wire.AgentSession, renderer: Renderer, send_observation: SendObservation,
         max_turn_tokens: int | None, by_tokens: bool = False,
     ):  # fmt: skip
         """`max_turn_tokens`: token limit of an answer whose call sets none; None: what the response budget leaves.
-        `by_tokens`: render the whole history with each call; continue after the last answer with equal tokens."""
+        `by_tokens`: render the whole history with each call, and continue after the last answer up to which the
+        rendered tokens equal the sampled ones (`agent.history`)."""
         self.lease = lease
         self.renderer = renderer
         self.send_observation = send_observation
@@ -146,7 +148,7 @@ class ConversationTree:
         self.state = b""
         """MessagePack of the state that the agent has posted; b"" without one."""
         self.images: dict[str, SessionImage] = {}
-        """Images of the session's requests, by their source."""
+        """Images of the session's requests, by the sha256 of the file that the agent has sent."""
         self._turns_by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
         self._request_counts: Counter[bytes] = Counter()
         """Request key -> number of equal calls in the current execution, retries not counted."""
@@ -156,7 +158,8 @@ class ConversationTree:
     # --- journaled turns --------------------------------------------------------------------------------------
 
     def receive_rows(self, rows: list[RowWithPayload]) -> None:
-        """Append journaled rows; rows that are known already are skipped."""
+        """Append `rows` that the broker has journaled (observations, and tokens of answers) to their turns. Rows that
+        the tree has already are skipped."""
         for row, payload in rows:
             number = row.lease_id - self.lease.lease_id
             fork = self.forks.setdefault(number, Fork(number, row.parent, row.start, row.start))
@@ -180,7 +183,8 @@ class ConversationTree:
         return turn
 
     def end(self, why: str) -> None:
-        """End the session: waiting calls are woken and refused, as are later ones."""
+        """End the session: waiting calls are woken and refused, as are later ones. `why`: the reason that the refusals
+        give."""
         self.end_reason = self.end_reason or why
         for turn in self.turns:
             turn.changed.set()
@@ -203,8 +207,8 @@ class ConversationTree:
         return {name for turn in self.turns for name in turn.request.images}
 
     def superseded_forks(self) -> list[tuple[int, int]]:
-        """(fork, length) of each fork that an earlier execution of the agent has extended further than the current one:
-        the fork's tokens from `length` on are superseded."""
+        """(number of a fork, its length in the current execution of the agent, tokens) of each fork that an earlier
+        execution has extended further. The fork's tokens from that length on are superseded."""
         known: Counter[int] = Counter()
         for turn in self.turns:
             fork, length = self.forks[turn.fork], turn.end if turn.requested else 0
@@ -234,9 +238,9 @@ class ConversationTree:
         return turn
 
     async def with_prompt(self, call: PolicyCall) -> PolicyCall:
-        """Render the whole prompt of a call of at least LONG_CHARACTERS in a thread, if it will be needed because the
-        call repeats no answer of the session, or calls are continued by tokens; returns the call with that prompt,
-        otherwise unchanged. Raises BadMessages."""
+        """Render the whole prompt of a call with at least LONG_CHARACTERS of text, in a thread. This is done only if
+        `request_turn` needs the whole prompt: the call repeats no answer of the session, or calls are continued by
+        tokens. Returns the call with its prompt, otherwise the call unchanged. Raises BadMessages."""
         size = sum(len(text) for message in call.messages for text in texts_of(message))
         if size < LONG_CHARACTERS or not self._renders_whole(call):
             return call
@@ -332,8 +336,8 @@ class ConversationTree:
         return [*before, *fork.turns[: turn.index + 1]]
 
     def _last_repeated_turn(self, messages: list[Message]) -> Turn | None:
-        """The turn with the last answer that the messages repeat; of several such turns one that no turn follows
-        yet."""
+        """The turn whose answer is the last one that the messages repeat, None if they repeat none. If several turns
+        have that answer, one that no turn follows yet is preferred."""
         complete = [turn for turn in self.turns if turn.complete and turn.messages is not None]
         by_length = sorted(complete, key=lambda turn: (-len(turn.messages or ()), turn.end < self._fork_length(turn)))
         return next((turn for turn in by_length if self._repeats_answer(turn, messages)), None)

@@ -109,8 +109,8 @@ class SessionForwarder:
             await asyncio.sleep(RETRY_S)
 
     async def _accepts_key(self, request: web.Request, session_id: SessionId, address: str) -> bool:
-        """Ask the holder about the request's key before its body is read; returns False if the holder cannot be
-        reached. Raises Refusal."""
+        """Ask the session's holder, at the base URL `address`, whether it accepts the request's key, before the
+        request's body is read; returns False if the holder cannot be reached. Raises Refusal."""
         headers, name = forwarded_headers(request.headers), self._server_name(address)
         try:
             async with self._client.get(
@@ -158,8 +158,9 @@ class SessionForwarder:
     async def _forward_once(
         self, request: web.Request, body: bytes, session_id: SessionId, address: str
     ) -> web.StreamResponse | None:
-        """The response of one attempt; None if the holder sent nothing. Meanwhile the broker is asked every RECHECK_S
-        whether the session still has a holder, because a holder can disappear without closing its connections."""
+        """Forward the request, whose body is `body`, once to the holder at the base URL `address`; returns the holder's
+        response, or None if the holder sent nothing. Meanwhile the broker is asked every RECHECK_S whether the session
+        still has a holder, because a holder can disappear without closing its connections."""
         started: list[web.StreamResponse] = []
         forwarding = asyncio.create_task(self._stream_response(request, body, address, started))
         watching = asyncio.create_task(self._watch_holder(session_id))
@@ -201,7 +202,8 @@ class SessionForwarder:
     async def _stream_response(
         self, request: web.Request, body: bytes, address: str, started: list[web.StreamResponse]
     ) -> web.StreamResponse:
-        """Copy the holder's response to the client; it is appended to `started` before its first byte is sent."""
+        """Send the request to the holder at the base URL `address`, and copy the holder's response to the client. The
+        client's response object is appended to `started` before its first byte is sent."""
         async with self._client.request(
             request.method, address + request.path_qs.removeprefix("/v1"), data=body or None,
             headers=forwarded_headers(request.headers),

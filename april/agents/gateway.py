@@ -46,7 +46,7 @@ MAX_BODY_DEPTH = 64
 MAX_FORMER_KEYS = 10_000
 """Most closed keys whose HTTP status is remembered; older keys count as unknown."""
 SESSIONLESS_PATHS = ("/v1/models", "/v1/sessions")
-"""Paths that need no session key."""
+"""URL paths of requests that need no session key."""
 RETRY_COUNT_HEADER, IDEMPOTENCY_HEADER = "x-stainless-retry-count", "idempotency-key"
 
 
@@ -67,8 +67,8 @@ class Gateway:
     def __init__(
         self, dialects: list[Dialect], names: Collection[str] = frozenset(), images: RequestImages | None = None
     ):
-        """`names`: host names by which clients address the server, besides IP addresses. `images`: None for a policy
-        that takes none."""
+        """`names`: host names by which clients address the server, besides IP addresses. `images`: takes the images of
+        requests; None for a policy that takes no images."""
         self.dialects = dialects
         self.images = images or RequestImages(None, "the policy takes no images")
         self.dialect_by_path = {dialect.path: dialect for dialect in dialects}

@@ -84,8 +84,8 @@ class HostedSession:
 
 
 def load_program(name: str, options: dict[str, Any]) -> Any:
-    """The program of a registry name. A class is instantiated with `options`; if that raises, every session of the
-    program raises the same error."""
+    """The agent program called `name`, as the configuration names it. A class is instantiated with `options`; if that
+    raises, the result is a program that raises the same error in every session."""
     program = PROGRAMS.find(name)
     if not inspect.isclass(program):
         return program

@@ -40,8 +40,8 @@ class RequestImages:
     """
 
     def __init__(self, rule: ImageRule | None, why_none: str = "", patience_s: float = 600.0):
-        """`rule`: how the policy takes images; None if the run takes none, and then refuses them with the text
-        `why_none`. `patience_s`: longest wait for the broker to store an image, seconds."""
+        """`rule`: how the policy takes images; None if the run takes none. A request with images is then refused, with
+        `why_none` as the reason. `patience_s`: longest wait for the broker to store an image, seconds."""
         self.rule, self.why_none, self.patience_s = rule, why_none, patience_s
         self.keep: KeepImage = kept_by_nobody
         self._known: dict[str, SessionImage] = {}
@@ -60,8 +60,8 @@ class RequestImages:
             return cls(None, str(error), patience_s)
 
     async def take(self, body: dict[str, Any]) -> dict[str, bytes]:
-        """Put a canonical part in the place of each image in a request's body; returns the images' sources by their
-        sha256. Raises Refusal."""
+        """Replace each image in a request's body by a message part that names the image by the sha256 of its source,
+        the file that was sent. Returns the sources by their sha256. Raises Refusal."""
         found = list(parts_with_images(body))
         if not found:
             return {}
@@ -74,8 +74,8 @@ class RequestImages:
             raise Refusal("invalid_image", str(error)) from None
 
     async def show(self, session: ConversationTree, messages: list[Message], sources: dict[str, bytes]) -> None:
-        """Add all images of a call to the session, and have the broker keep those that no turn of the session names
-        yet. `sources`: as `take` returns them. Raises Refusal."""
+        """Add all images of `messages`, those of a call, to the session, and have the broker keep those that no turn of
+        the session names yet. `sources`: as `take` returns them. Raises Refusal."""
         shown = image_sources(messages)
         if not shown:
             return
@@ -133,7 +133,8 @@ def check_number(images: int) -> None:
 
 
 def parts_with_images(body: dict[str, Any]) -> Iterator[tuple[list[Any], int]]:
-    """(list of parts, index) of each part of a body's messages that is an image, in order."""
+    """For each image in the messages of a request's body, in order: (list of message parts that contains it, its index
+    in that list)."""
     for messages in (body.get("messages"), body.get("input")):
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict):
@@ -150,8 +151,8 @@ def image_parts(content: Any) -> Iterator[tuple[list[Any], int]]:
 
 
 def make_canonical(found: Sequence[tuple[list[Any], int]]) -> dict[str, bytes]:
-    """Replace each image part by one that names the image by the sha256 of its source; returns the sources. Raises
-    BadRow."""
+    """Replace each image part by one that names the image by the sha256 of its source, the file that was sent. `found`:
+    the parts, as `parts_with_images` yields them. Returns the sources by their sha256. Raises BadRow."""
     sources: dict[str, bytes] = {}
     for parts, index in found:
         data = source_of(parts[index])
@@ -162,7 +163,8 @@ def make_canonical(found: Sequence[tuple[list[Any], int]]) -> dict[str, bytes]:
 
 
 def source_of(part: dict[str, Any]) -> bytes:
-    """The bytes of the file of an image, in the form of any of the APIs. Raises BadRow."""
+    """The bytes of the image file in `part`, an image part of a message in the form of any of the gateway's APIs.
+    Raises BadRow."""
     match part:
         case {"type": "image", "source": {"type": "base64", "data": str(encoded)}}:
             return base64_bytes(encoded)

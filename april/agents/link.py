@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 50
 RowWithPayload = tuple[ReportRow, bytes]
-"""A report row and its payload."""
+"""A row of a report (what it adds to which sample) and its payload: the token ids as bytes and, for an observation, the
+request."""
 
 
 class Listener(Protocol):
@@ -42,13 +43,13 @@ class Listener(Protocol):
         """Handle new tokens of the policy, which the broker has journaled."""
 
     def drop(self, lease_id: int, why: str) -> None:
-        """Handle that this process no longer holds the session."""
+        """Handle that this process no longer holds the session, for the reason `why`."""
 
     def receive_holder(self, holder: wire.Holder) -> None:
         """Handle the broker's answer to `BrokerLink.find_holder`."""
 
     def stop(self, why: str) -> None:
-        """Handle the end of the link: no more sessions will come."""
+        """Handle the end of the link, for the reason `why`: no more sessions will come."""
 
 
 class BrokerLink(threading.Thread):
@@ -87,18 +88,18 @@ class BrokerLink(threading.Thread):
         self._enqueue(lambda: self._close(closing))
 
     async def keep_image(self, name: str, png: bytes) -> str:
-        """Upload an image to the broker; returns "" once it is on the broker's disk, or why the broker does not keep
-        it."""
+        """Upload an image, the prepared file `png` whose sha256 is `name`, to the broker; returns "" once it is on the
+        broker's disk, or why the broker does not keep it."""
         answer = self.loop.create_future()
         self._enqueue(lambda: self._keep_image(name, png, answer))
         return await answer
 
     def find_holder(self, question: wire.HolderRequest) -> None:
-        """Ask the broker which process holds a session."""
+        """Ask the broker which process holds a session; `Listener.receive_holder` gets the answer."""
         self._enqueue(lambda: self._find_holder(question))
 
     def leave(self, why: str) -> None:
-        """End the link; other processes continue the open sessions."""
+        """End the link to the broker, for the reason `why`; other agents processes continue the open sessions."""
         self._enqueue(lambda: self._end(why))
 
     def _enqueue(self, command: Callable[[], None]) -> None:
@@ -163,8 +164,8 @@ class BrokerLink(threading.Thread):
             self.connection.send(part, arrays)
 
     def _answer_images(self, fault: str, names: Sequence[str] | None = None) -> None:
-        """Resolve the futures that wait for the images `names` (None: all) with `fault`: why they are not kept, "" if
-        they are."""
+        """Answer all that wait for the images `names` (None: all images) with `fault`: why the broker does not keep
+        these images, "" if it does."""
         for name in list(self.images) if names is None else names:
             _, waiting = self.images.pop(name, (b"", []))
             for answer in waiting:
@@ -228,7 +229,7 @@ class BrokerLink(threading.Thread):
             self._drop(lease_id, reason)
 
     def _drop(self, lease_id: int, why: str) -> None:
-        """Drop the session of a lease, or of a fork's lease."""
+        """Give up the session with this lease id, or with a fork of this lease id, and tell the listener `why`."""
         lease_id = wire.session_lease_id(lease_id)
         if self._forget(lease_id):
             self._notify(self.listener.drop, lease_id, why)
@@ -248,7 +249,8 @@ def set_answer(answer: "asyncio.Future[str]", fault: str) -> None:
 
 
 def rows_with_payloads(table: Any, payload: Any) -> Iterator[RowWithPayload]:
-    """The rows of a packed table, each with its own payload."""
+    """The rows of a packed `table`, each with its own part of `payload`, in which the payloads of all rows lie one
+    after another."""
     offset, view = 0, memoryview(payload)
     for row in read_rows(table):
         yield row, bytes(view[offset : offset + row.size])

@@ -56,7 +56,7 @@ class AttachKey:
 
 def attach_keyfile(config: Config) -> Path | None:
     """File of the attach key: agent.attach_keyfile, or a file that this function creates in the run folder; None if no
-    external harness takes sessions, or keys are off. Raises ConfigError."""
+    external harness takes sessions, or `security.keys` is "off". Raises ConfigError."""
     file = config.agent.attach_keyfile
     if file or not config.agent.attach:
         return file

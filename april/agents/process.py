@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 
 def run_agents(config: Config, address: str, name: str) -> NoReturn:
-    """Run agents for the broker at `address` until the run is over, then exit. Raises ConfigError before it starts."""
+    """Run the agents process `name` for the broker at `address` until the run is over, then exit. Raises ConfigError
+    before it starts."""
     if not config.agent.is_set:
         refuse("agent.program", "", "leaves nothing to an agents process", "name a program or a command")
     if config.agent.program:
@@ -52,7 +53,8 @@ def run_agents(config: Config, address: str, name: str) -> NoReturn:
 async def serve(
     config: Config, address: str, name: str, keys: Keys | None, tls: ssl.SSLContext | None, attach_key: AttachKey
 ) -> int:
-    """Serve until the run is over; returns the exit status."""
+    """Run the gateway, the program runner and the link to the broker at `address` until the run is over; returns the
+    exit status. `name`: that of this process."""
     section, tokenizer = config.agent, Tokenizer(config.model.path)
     gateway = Gateway.of(config, tokenizer)
     agents = Agents(section, gateway, Renderer.of(config, tokenizer))
@@ -107,7 +109,7 @@ async def serve(
 # --- sessions for an external harness ---------------------------------------------------------------------------------
 
 MAX_WAIT_S = 60.0
-"""Longest `wait_s` of one request for a session."""
+"""Longest time that one request for a session may wait (seconds): the upper bound of its `wait_s`."""
 
 
 @dataclass

@@ -47,14 +47,14 @@ class ProgramObserver(Protocol):
     def program_ended(
         self, key: int, reward: float | None, error: str, state: bytes = b"", details: dict[str, float] | None = None
     ) -> None:
-        """The session's program has ended. `state`: MessagePack of its final state; `details`: named numbers that it
-        gave with its reward."""
+        """The session's program has ended. `error`: why it has failed, "" if it has not; `state`: MessagePack of its
+        final state; `details`: named numbers that it gave with its reward."""
 
     def process_died(self, keys: list[int], why: str) -> None:
         """The process that ran the programs of these sessions has died before they ended."""
 
     def runner_failed(self, why: str) -> None:
-        """The runner cannot run programs any more."""
+        """The runner cannot run programs any more, for the reason `why`."""
 
 
 class Runner(Protocol):
@@ -207,7 +207,7 @@ class CommandRunner:
         self.log = log
         self.processes: dict[int, asyncio.subprocess.Process] = {}
         self.active: set[int] = set()
-        """Sessions whose process is running or being started."""
+        """Lease ids of the sessions whose process is running or being started."""
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:

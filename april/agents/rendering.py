@@ -101,6 +101,7 @@ class Renderer:
 
 
 def request_key(messages: list[Message], tools: list[Any] | None, rest: Any) -> bytes:
-    """Hash by which equal requests are recognised, DIGEST_BYTES long."""
+    """Hash by which equal requests are recognised, DIGEST_BYTES long. `rest`: what else must be equal, such as the
+    token limit."""
     encoded = msgspec.json.encode([messages, tools or None, rest], order="sorted")
     return hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()

@@ -17,7 +17,8 @@ from april.agents.host import HostedSession
 from april.util.errors import refuse
 
 COLUMNS = ("example_id", "answer", "info", "task")
-"""Columns of an environment's dataset row that are written to the label, besides the prompt."""
+"""Columns of an environment's dataset row that `write_rows` writes as the row's label, a JSON object. The prompt is
+written as the row's prompt."""
 SPLITS = {"train": "get_dataset", "heldout": "get_eval_dataset"}
 """Name of each file that `write_rows` writes -> the environment's method that returns the file's rows."""
 rubric_errors: ContextVar[list[Exception]] = ContextVar("rubric_errors")
@@ -80,7 +81,8 @@ def load(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def row_of(task: dict[str, Any]) -> dict[str, Any]:
-    """The environment's row of a task: the JSON that `write_rows` put into the label, or the label as the answer."""
+    """The environment's dataset row for a task: the JSON object that `write_rows` put into the task's label. A label
+    that is no such object becomes the row's answer."""
     try:
         row = orjson.loads(task["label"])
     except orjson.JSONDecodeError:
@@ -114,8 +116,8 @@ def recording_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write_rows(name: str, arguments: dict[str, Any], folder: Path, max_rows: int) -> Iterator[Path]:
-    """Write an environment's rows as JSONL for `data.path` and `data.eval_path`, at most `max_rows` each; yields the
-    paths. Raises ConfigError."""
+    """Write an environment's rows as JSONL for `data.path` and `data.eval_path`, at most `max_rows` to each file (-1:
+    all); yields the paths of the files. Raises ConfigError."""
     environment = load(name, arguments)
     folder.mkdir(parents=True, exist_ok=True)
     for split, getter in SPLITS.items():
@@ -130,5 +132,6 @@ def write_rows(name: str, arguments: dict[str, Any], folder: Path, max_rows: int
 
 
 def without_empty_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the message without None fields; a table of several kinds of messages has them for absent fields."""
+    """A copy of the message without the fields that are None, except `content`. A table with several kinds of messages
+    has None for each field that a message lacks."""
     return {key: value for key, value in message.items() if value is not None or key == "content"}

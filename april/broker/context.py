@@ -23,7 +23,7 @@ from april.wire.security.access import Audit
 log = logging.getLogger(__name__)
 
 MessageTable = dict[type[wire.Message], Callable[..., None]]
-"""Message type -> handler method for it, called with (handler, peer, received message, time in seconds)."""
+"""Message type -> method of a handler class for it, called with (handler, peer, received message, time in seconds)."""
 
 
 @dataclass

@@ -16,7 +16,8 @@ from april.wire.limits import clip
 FILTERS = Registry("schedule.group_filter", "filter", {"zero_spread": "april.broker.filters:zero_spread"})
 REASON_CHARACTERS = 40
 STATES = frozenset({"open", "ready", "delivered", "trained", "discarded"})
-"""Group states, which a filter must not return as its reason."""
+"""Names of the states of groups. A filter must not return one as its reason, as states and discard reasons are counted
+under their names in the same table."""
 
 
 class CompleteGroup(NamedTuple):
@@ -79,7 +80,8 @@ class GroupFilters:
         self.last_reason = ""
 
     def reason_against(self, group: FilterGroup) -> str:
-        """The first filter's reason to discard a complete group; empty to keep it. Raises FilterFailed."""
+        """The reason to discard a complete group, from the first filter that returns one; empty if all filters keep the
+        group. Raises FilterFailed."""
         done = [(sample, sample.reward) for sample in group.samples if sample.reward is not None]
         facts = CompleteGroup(
             [reward for _, reward in done],

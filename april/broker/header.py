@@ -140,8 +140,8 @@ def model_fingerprints(config: Config, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def canonical_json(path: Path) -> bytes:
-    """Content of a JSON file in canonical form, without the `IGNORED_KEYS`; empty if there is no such file. Raises
-    ConfigError."""
+    """Content of a JSON file, without the `IGNORED_KEYS` and with sorted keys, so that equal contents are equal bytes;
+    empty if there is no such file. Raises ConfigError."""
     if not path.is_file():
         return b""
     try:
@@ -164,7 +164,8 @@ def fingerprint_of_bytes(*parts: bytes) -> str:
 
 
 class TensorEntry(msgspec.Struct):
-    """Entry of a tensor in a safetensors header; for `__metadata__` all fields keep their defaults."""
+    """A tensor's entry in the JSON header of a safetensors file; all fields keep their defaults for the entry
+    `__metadata__`, which is no tensor."""
 
     dtype: str = ""
     shape: list[int] = []
@@ -186,7 +187,8 @@ class StoredTensor(NamedTuple):
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Fingerprint of the tensors in a folder's safetensors files, independent of sharding; empty without all files.
+    """Fingerprint of the tensors in a folder's safetensors files, independent of sharding; empty if any of the files is
+    missing.
 
     It covers all names, types and shapes, and the values: all of them or, of large weights, a sample. Raises
     ConfigError.

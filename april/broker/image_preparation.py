@@ -46,7 +46,8 @@ class ImagePreparation:
         self._prepared: dict[str, Future[KnownImage]] = {}
         """Results by the sha256 of the image's source."""
         self._upcoming = deque[frozenset[str]](maxlen=2 * PROMPTS_AHEAD)
-        """Image sources of each of the newest prompts given to `begin`, which may not have been drawn yet."""
+        """Sources (sha256) of the images of each of the newest prompts given to `begin`, which may not have been drawn
+        yet."""
         self._lasting: set[str] = set()
         """Sources of the images whose files are never removed."""
         self._names: dict[str, str] = {}
@@ -71,12 +72,14 @@ class ImagePreparation:
         return self._result(image, self._begin(rows, image))
 
     def tokens_of(self, rows: Dataset, image: RowImage) -> int:
-        """Number of tokens of an image, also if its file is no longer there. Raises as `wait_for`."""
+        """Number of tokens of an image that has been prepared, even if its file has been removed since; another is
+        prepared first. Raises as `wait_for`."""
         known = self._prepared.get(image.source)
         return (self._result(image, known) if known else self.wait_for(rows, image)).tokens
 
     def names(self) -> Iterator[str]:
-        """Names of the images whose files must stay: the lasting ones, and those of prompts that may be drawn soon."""
+        """Names of the images whose files must stay: those that `begin` was told to keep for good, and those of prompts
+        that may be drawn soon."""
         for source in self._lasting.union(*list(self._upcoming)):
             if source in self._names:
                 yield self._names[source]

@@ -49,9 +49,10 @@ class ImageStore:
         once the journal is on disk up to it."""
         self._kept = {path.stem for path in self.folder.glob(f"*{SUFFIX}")}
         self._changing = threading.Lock()
-        """Held while files are written or removed."""
+        """Lock held while files are written or removed."""
         self._pinned, self._pinned_before = set[str](), set[str]()
-        """Names pinned in the present period of PIN_S, and in the one before it."""
+        """Names pinned in the present period of `PIN_S` seconds (`_pinned`), and in the period before it
+        (`_pinned_before`)."""
         self._period_ends = 0.0
         if self._kept:
             sync(self.folder)  # a broker that died may have left entries that are not on disk
@@ -77,8 +78,8 @@ class ImageStore:
             self._kept.add(name)
 
     def read(self, name: str) -> bytes:
-        """The file of an image. Raises DamagedImage if the file is missing or altered, which `keep` then writes anew,
-        and OSError if the system refuses to read it."""
+        """The content of an image's file. Raises DamagedImage if the file is missing or altered, so that the next
+        `keep` writes it anew, and OSError if the system refuses to read it."""
         with contextlib.suppress(FileNotFoundError):
             png = self._path(name).read_bytes()
             if name_of(png) == name:
@@ -98,14 +99,15 @@ class ImageStore:
         self._pinned.add(name)
 
     def pin_all(self) -> None:
-        """Pin the files of an earlier broker, some of which may have been sent for turns or prompts that will name
-        them."""
+        """Pin all files that an earlier broker has written, since turns or prompts that are yet to come may name some
+        of them."""
         self._pinned |= self._kept
 
     def reclaim(self, named: Callable[[], Iterable[str]], position: int, synced: int, now: float) -> None:
-        """Remove unneeded files, if `reclaim_is_due`, in two steps: one call notes the images that the state at the
-        journal's end `position` does not name; a later call removes them once `synced` has reached that position.
-        `named`: the names that the broker may still be asked for. `now`: seconds on any clock."""
+        """Remove the files that nothing needs, in two steps. If `reclaim_is_due`, a call notes the images not in
+        `named`, together with `position`, the journal's end. A later call removes them once `synced`, the position up
+        to which the journal is on disk, has reached that. `named`: function that returns the names that the broker may
+        still be asked for. `now`: seconds on any clock."""
         if now >= self._period_ends:
             self.reclaim_is_due |= bool(self._pinned_before)
             self._pinned, self._pinned_before, self._period_ends = set(), self._pinned, now + PIN_S

@@ -18,13 +18,13 @@ from april.wire.sockets import base
 
 INBOX_BYTES = 64 << 20
 INBOX_MESSAGES = 2048
-"""The inbox holds at most INBOX_BYTES in INBOX_MESSAGES messages; further messages stay in their connections, which
-slows their senders down."""
+"""Most messages that the inbox holds, with at most INBOX_BYTES in all; further messages stay in their connections,
+which slows their senders down."""
 INBOX_FRAMES = 1 + limits.FROM_PEER.frames + 1
 """Most frames kept of a message, route included: one more than permitted, so that a message with too many is still
 rejected."""
 URGENT_IN_A_ROW = 8
-"""Urgent messages handled in a row before one report is, so that a peer that floods the broker cannot starve the
+"""Most urgent messages handled in a row while a report waits, so that a peer that floods the broker cannot starve the
 reports."""
 
 Frames = list[zmq.Frame]
@@ -93,8 +93,8 @@ class Inbox:
         (self._urgent if is_urgent else self._reports).add(message)
 
     def _is_urgent(self, message: Frames, peers: Mapping[int, Peer]) -> bool:
-        """Whether a message goes to the urgent lane. If earlier messages of its connection still wait, it follows them
-        into their lane. `peers`: by session id."""
+        """Whether a message goes to the urgent lane; it follows earlier messages of its connection into their lane
+        while they wait. `peers`: by session id."""
         route = message[0].bytes
         if route in self._reports.of_route or route in self._urgent.of_route:
             return route in self._urgent.of_route

@@ -21,19 +21,20 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import GroupState, Lease, Sample, SampleState
 
 CHOICE_INTERVAL_S = 0.5
-"""Interval at which moves are chosen."""
+"""Least interval between two choices of samples to move, seconds."""
 REMAINING_SHARE = 0.5
-"""Expected number of remaining tokens of a response, as a share of its present length: with heavy-tailed lengths, a
+"""Expected number of tokens that a response still gets, as a share of its present length: with heavy-tailed lengths, a
 long response is far from its end. A larger share would move samples that end before their move has paid off."""
 MARGIN = 0.05
-"""Share of the remaining time that a move must save, about the error of the speed estimates."""
+"""Least time that a move must save, as a share of the time that the sample would still take without it; about the error
+of the speed estimates."""
 DECAY = 0.95
-"""Factor by which older observations are weighted down with each new one: contexts grow, so old observations
+"""Factor by which the weight of all older observations shrinks with each new one: contexts grow, so old observations
 underestimate the time per token."""
 PRIOR_PREFILL = 1 / 32
 """Assumed ratio of the time to prefill a token to the time to decode one, until a move has measured it."""
 PATIENCE_S = 10.0
-"""Seconds after which a move is dropped if its sample has not been handed back."""
+"""Seconds after which a requested move is dropped if the worker has not handed the sample back."""
 LengthOf = Callable[[Lease], int]
 """Function that returns the current response length of a lease's sample, tokens."""
 
@@ -82,7 +83,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A sample that the next batch probably waits for."""
+    """A sample in generation whose group is expected to complete the next batch."""
 
     lease: Lease
     length: int
@@ -126,9 +127,10 @@ class Migration:
     moves: list[Move] = field(default_factory=list)
     """Moves requested and not complete yet."""
     moved: dict[int, float] = field(default_factory=dict)
-    """Time of the move, by lease id of each moved sample; a moved sample does not move again."""
+    """Time of the move, by the lease id under which a moved sample is generated. It does not move again under that
+    lease."""
     arriving: set[int] = field(default_factory=set)
-    """Lease ids of moved samples that have no new tokens yet."""
+    """Ids of the leases under which moved samples are generated and have no new tokens yet."""
     prefill_s: float = 0.0
     prefill_tokens: float = 0.0
     """Tokens whose KV cache was recomputed after moves; `prefill_s` is the seconds that took. In both sums older moves
@@ -157,8 +159,9 @@ class Migration:
             self.windows[worker] = DecodeWindow(now, now)
 
     def observe_arrival(self, lease: Lease, tokens: int, running: int, now: float) -> None:
-        """Record that a moved sample has its first `tokens` new tokens, on a worker that generates `running`
-        samples."""
+        """Record that a moved sample has got its first `tokens` new tokens, under `lease`, from a worker that generates
+        `running` samples: the time since the move, less that of decoding them, is the cost of recomputing the
+        context."""
         self.arriving.discard(lease.id)
         context = lease.sample.group.prompt_tokens + lease.sample.length - tokens
         decode_s = tokens * self.token_s(lease.worker, running)
@@ -182,10 +185,10 @@ class Migration:
     def choose(
         self, ledger: Ledger, loads: Iterable[WorkerLoad], now: float, length_of: LengthOf = attrgetter("sample.length")
     ) -> list[Move]:
-        """Choose moves to request now, at most one for each worker with room. `loads`: loads of all workers.
+        """Choose moves to request now, at most one to each worker with room. `loads`: loads of all workers; `has_room`
+        is only true if no waiting sample could use that room.
 
         A straggler moves to a worker on which it is expected to end sooner, recomputing its context included.
-        `WorkerLoad.has_room` implies that no waiting sample could use that room.
         """
         self.moved = {lease_id: at for lease_id, at in self.moved.items() if lease_id in ledger.leases}
         self.arriving &= self.moved.keys()
@@ -228,7 +231,8 @@ class Migration:
         return (source_s - target_s) * straggler.remaining - cost_s > MARGIN * source_s * straggler.remaining
 
     def take_returned(self, ledger: Ledger, now: float) -> list[Move]:
-        """Moves whose sample has been handed back and waits for a lease; lease it to the target of the move at once.
+        """Moves whose sample has been handed back and waits for a lease; the caller leases it to the move's target at
+        once.
 
         Moves whose sample was lost, ended or did not come back in time are dropped.
         """

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 ROWS_CACHED, TABLES_CACHED, SCORES_CACHED = 16, 64, 4
 PROMPTS_CACHED, LONG_PROMPTS_CACHED, LONG_PROMPT_BYTES = 1024, 16, 16 << 10
-"""Cache sizes in prompts, and the bytes from which a prompt counts as long. Short prompts are cached until their batch
-is delivered, long ones while leases on their group are granted."""
+"""Number of short and of long prompts in the caches, and the bytes from which on a prompt counts as long. Short prompts
+are cached until their batch is delivered, long ones while leases on their group are granted."""
 
 
 class Payloads:
@@ -40,21 +40,24 @@ class Payloads:
         if config.agent.is_set or config.data.source == "submitted":
             self.images.pin_all()
         self.default_reward = config.reward.name
-        """Name of the verifier for rows that name none."""
+        """Name of the verifier that scores the dataset rows which name none."""
         self.is_cut = config.sampling.is_cut
         """Whether the run truncates the sampling distribution, so that training tokens have supports."""
         self.row_of = lru_cache(maxsize=ROWS_CACHED)(self._row_of)
-        """Dataset row of a prompt; cached, as the samples of a group are mostly leased one after the other."""
+        """Function (evaluation, epoch, row) -> dataset row of a prompt; cached, as the samples of a group are mostly
+        leased one after the other."""
         self._times_of = lru_cache(maxsize=TABLES_CACHED)(self._read_times)
-        """Sampling times in a journal record; cached, as a worker reports the chunks of all its samples in one
-        record."""
+        """Function (position of a journal record) -> sampling time of each of its rows, by the offset of the row's
+        payload; cached, as a worker reports the chunks of all its samples in one record."""
         self._scores_of = lru_cache(maxsize=SCORES_CACHED)(self._read_scores)
-        """Token scores and feedback in a journal record; cached, as the samples of a group may share a record."""
+        """Function (reference of a journal record) -> token scores and feedback of each response in it; cached, as the
+        samples of a group may share a record."""
         self._short_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
         self._long_prompt = lru_cache(maxsize=LONG_PROMPTS_CACHED)(self._read_prompt)
 
     def bind(self, ledger: Ledger) -> None:
-        """Give prompts and ledger access to each other's data: submitted prompts, and images of groups to be opened."""
+        """Connect prompts and ledger: submitted prompts are read from the journal by the ledger's references, and the
+        ledger has the images of a prompt put on disk before it opens a group."""
         self.prompts.bind(ledger, self.journal.read)
         ledger.keep_images = self.prompts.keep_images
 
@@ -115,8 +118,8 @@ class Payloads:
         return list(zip(columns, event.feedback or [""] * len(columns), strict=True))
 
     def chunk_times(self, refs: Iterable[ChunkRef]) -> list[tuple[int, float]]:
-        """(response tokens up to the chunk's end, Unix seconds by the reporter's clock) of each chunk; the time is 0 if
-        it cannot be read."""
+        """(response tokens up to the chunk's end, time of the chunk) for each chunk; the time is in Unix seconds by the
+        reporter's clock, 0 if it cannot be read."""
         times, end = [], 0
         for ref in refs:
             end += ref.tokens
@@ -161,8 +164,8 @@ class Payloads:
         self.images.reclaim_is_due = True
 
     def reclaim_images(self, named: Callable[[], Iterable[str]], now: float) -> None:
-        """Remove the files of images that are not needed, if that is due (`ImageStore.reclaim_is_due`). `named`: names
-        that may be asked for."""
+        """Remove the files of images that are not needed, if that is due (`ImageStore.reclaim_is_due`). `named`:
+        function that returns the names that the broker may still be asked for."""
 
         def needed() -> Iterator[str]:
             return chain(named(), self.prompts.upcoming_images())
@@ -175,8 +178,8 @@ class Payloads:
 
 
 def split_columns(columns: list[dict[str, int]], values: memoryview) -> list[dict[str, memoryview]]:
-    """Values of each named column of each response; `columns`: how many values each has, in their order; `values`:
-    float32."""
+    """For each response, the values of its token scores, float32, by name of the score. `columns`: for each response,
+    the number of values of each score, in the order in which they are in `values`."""
     found, start = [], 0
     for counts in columns:
         ends = list(accumulate(counts.values(), initial=start))

@@ -16,13 +16,13 @@ from april.wire.security.allow_list import KeyOwner
 HOLDERS = ("worker", "scorer", "agents")
 """Roles that hold leases."""
 RESERVED_FOR = (("learner", "node"), ("monitor",))
-"""Groups of roles, each of which has sessions reserved for it."""
+"""Groups of roles. For each group a share of the sessions is reserved, which no other role gets."""
 RESERVED_SHARE = 16
-"""One in this many sessions is reserved for each group of `RESERVED_FOR`."""
+"""Sessions reserved for each group of `RESERVED_FOR`: one in this many of `security.max_sessions`."""
 SESSION_BITS = 32
 """Number of low bits of a session id that count sessions; the higher bits are the number of the broker's start."""
 SPEED_WINDOW_S = 5.0
-"""Window over which a worker's tokens per second are measured."""
+"""Length of the window of newest seconds over which a worker's tokens per second are measured."""
 
 
 class PeerLoop(NamedTuple):
@@ -35,7 +35,7 @@ class PeerLoop(NamedTuple):
     for_s: float
     """Seconds that the loop has been in that stage."""
     usual_s: float
-    """Median seconds that the loop stays in that stage; 0 if unknown."""
+    """Median of the seconds that the loop has stayed in that stage at earlier times; 0 if unknown."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class PendingAnswers:
     acks: dict[int, int] = field(default_factory=dict)
     """Number of response tokens that are on disk, by lease id."""
     done: list[int] = field(default_factory=list)
-    """Ids of leases that the holder has closed."""
+    """Ids of leases whose end, which the holder has reported, is acknowledged."""
     nacks: dict[int, int] = field(default_factory=dict)
     """Number of response tokens that the broker has, by lease id: the holder has to report the later tokens again."""
     rejects: list[tuple[int, str]] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Peer:
     loop_since: float = 0.0
     """Time at which the main loop entered that stage, seconds."""
     loop_usual_s: float = 0.0
-    """Median seconds that the main loop stays in that stage; 0 if unknown."""
+    """Median of the seconds that the main loop has stayed in that stage at earlier times; 0 if unknown."""
     slots: wire.Slots | None = None
     """Use of a worker's slots, as last reported in a heartbeat; None if never."""
     recent_tokens: deque[tuple[float, int]] = field(default_factory=deque)
@@ -206,7 +206,8 @@ class Peers:
         self.tallies: dict[str, TokenTally] = {}
         """Token counts by uid of the worker process."""
         self.forgotten = TokenTally()
-        """Sum of the counts of processes no longer in `tallies`; its field `emitted` has only their lost tokens."""
+        """Sums of the counts of worker processes no longer in `tallies`: in `emitted` only the tokens that they lost,
+        in `refused` all that were refused."""
         self.refusals: Counter[str] = Counter()
         """Number of messages and reports that were not accepted, by cause."""
         self.outgoing: list[Outgoing] = []
@@ -233,8 +234,8 @@ class Peers:
 
     def limit_reached(self, hello: wire.Hello, key_owner: KeyOwner | None, most: int, most_by_key: int) -> str:
         """Name of the configuration key whose limit forbids the process of `hello` a session; "" if it may have one.
-        `most`: limit on all sessions, some of which are reserved for roles; `most_by_key`: limit per CURVE key, or per
-        role without CURVE."""
+        `most`: limit on all sessions, those reserved for other roles (`RESERVED_FOR`) included; `most_by_key`: limit
+        per CURVE key, or per role without CURVE."""
         if any((peer.role, peer.uid) == (hello.role, hello.uid) for peer in self.by_id.values()):
             return ""
         alike = Counter((peer.key or peer.role) for peer in self.by_id.values())
@@ -247,13 +248,15 @@ class Peers:
         return "security.max_key_sessions" if is_full else ""
 
     def close_earlier(self, peer: Peer) -> None:
-        """Close older sessions of a monitor or node process that has opened a new one."""
+        """Close the earlier sessions of a monitor, or of a machine of the learner (role `node`), whose process has
+        opened a new session, `peer`."""
         for other in list(self.by_id.values()):
             if other is not peer and other.role == peer.role and other.uid == peer.uid:
                 self.close(other)
 
     def _fold_tallies(self) -> None:
-        """Drop the counts of the processes that left first once there are too many; the sums stay in `forgotten`."""
+        """Once there are more than `limits.MAX_TALLIES` counts, drop those of processes that are gone, the oldest
+        first; their sums stay in `forgotten`."""
         if len(self.tallies) <= limits.MAX_TALLIES:
             return
         connected = {peer.uid for peer in self.by_id.values()}
@@ -266,8 +269,8 @@ class Peers:
         self.by_id.pop(peer.id, None)
 
     def invalidate(self, route: bytes) -> None:
-        """Handle a lost connection: forget the routes of its session until the peer says hello again, as messages may
-        have been lost."""
+        """Handle a lost connection at `route`, on which messages may have been lost: forget both connections of its
+        session until the peer says hello again."""
         for peer in self.by_id.values():
             if route in (peer.data_route, peer.control_route):
                 peer.data_route = peer.control_route = b""
@@ -298,7 +301,7 @@ class Peers:
         return next((peer for peer in self.by_id.values() if peer.role == "learner"), None)
 
     def holder(self, uid: str) -> Peer | None:
-        """The connected lease holder with this process uid."""
+        """The connected lease holder with this process uid; None if there is none."""
         return next((peer for peer in self.by_id.values() if peer.uid == uid and peer.role in HOLDERS), None)
 
     def send(
@@ -366,8 +369,8 @@ class Peers:
         return [outgoing for messages in by_route.values() for outgoing in messages]
 
     def answer_heartbeat(self, peer: Peer, lost: list[int]) -> None:
-        """Answer a heartbeat without waiting for a sync, since no crash can make the answer wrong: a lost lease stays
-        lost."""
+        """Answer a heartbeat with the ids of the leases that the holder has lost (`lost`). It need not wait for a sync,
+        since no crash can make the answer wrong: a lost lease stays lost."""
         route = peer.control_route or peer.data_route
         self.immediate.append(Outgoing(route, wire.Renewed(lost), [], peer.id))
 

@@ -16,7 +16,7 @@ from april.config.section import section_with
 from april.config.training import AlgorithmSection
 
 EXAMPLE_RATIO = 10.0
-"""Ratio of longest to mean response length in the plan's example."""
+"""Ratio of longest to mean response length for which the printed plan gives the throughput as an example."""
 
 
 def ledger_rules(config: Config) -> Rules:
@@ -52,7 +52,7 @@ def make_schedule(section: ScheduleSection, prompts: Prompts) -> Schedule:
 
 
 def section_of(kind: str) -> type[ScheduleSection]:
-    """`ScheduleSection` with the keys that the schedule `kind` declares."""
+    """`ScheduleSection`, extended by the configuration keys that the schedule `kind` declares if it is a user's."""
     own = () if kind in SCHEDULES.shipped else ((SCHEDULES.key, SCHEDULES.find(kind)),)
     return section_with(ScheduleSection, own)
 
@@ -103,8 +103,8 @@ def guarded(kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def describe_plan(section: ScheduleSection) -> str:
-    """The plan in one or two sentences: samples in flight, staleness bound, and the share of the rollout throughput
-    that can be trained."""
+    """The plan in one or two sentences: samples in flight, staleness bound, and the share of the workers' generation
+    throughput that can be trained."""
     kind = SCHEDULES.find(section.kind)
     plan = (
         f"plan: {section.kind}, batches of {section.rollout_batch_size} groups of {section.n_samples_per_prompt}, "
@@ -138,7 +138,8 @@ def advice(config: Config) -> str:
 
 
 def describe_cap(section: ScheduleSection) -> str:
-    """The throughput cap as a function of response lengths, which are unknown before the run, with an example."""
+    """Describe in a sentence which throughput the wait for the longest responses costs: none up to a ratio of longest
+    to mean length, and with `EXAMPLE_RATIO` a share. The lengths are unknown before the run."""
     kind = SCHEDULES.find(section.kind)
     n, in_flight = section.n_samples_per_prompt, kind.samples_in_flight(section)
     batches, groups = kind.in_reach(section)
@@ -156,16 +157,17 @@ def describe_cap(section: ScheduleSection) -> str:
 def throughput_cap(
     batches: int, batch_groups: int, group_size: int, in_flight: int, mean_length: float, longest: float
 ) -> float:
-    """Largest share of the rollout throughput without any barrier that can be trained, from 0 to 1.
+    """Largest share, from 0 to 1, of the generation throughput without any barrier that can be trained.
 
     While the longest response, of `longest` tokens, is generated, `in_flight` samples produce in_flight * longest
     tokens: responses of `mean_length` tokens for in_flight * longest / (group_size * mean_length) groups. Until the
-    group of the longest response is due, no more than `batches` batches of `batch_groups` groups can be trained, so
-    that
+    group of the longest response has to be trained, no more than `batches` batches of `batch_groups` groups can be
+    trained, so that
 
         share <= min(1, batches * batch_groups * group_size * mean_length / (in_flight * longest))
 
-    `batches` is the number of batches that may train a group: S + 1 where it is opened under the version that the
-    next batch trains, S where it is opened one version earlier, 1 where every batch waits for all of its groups.
+    `batches` is the number of batches that may train a group: S + 1 (S the largest staleness) where it is opened under
+    the version that the next batch trains, S where it is opened one version earlier, 1 where every batch waits for all
+    of its groups.
     """
     return min(1.0, batches * batch_groups * group_size * mean_length / (in_flight * longest))

@@ -42,7 +42,7 @@ class HeldOut:
     settings: EvaluationSet
     rows: Dataset
     tokens: list[tuple[int, bytes]]
-    """(position, token ids) of the prompts that are short enough."""
+    """(position, token ids) of the set's prompts that are not too long; the ids are int32."""
 
 
 class PromptBook:
@@ -66,21 +66,24 @@ class PromptBook:
         """Why the chat template rejected the last of the `untokenisable` rows."""
         self._config, self.seed = config, config.seed
         self._budgets = [response_budget(config, source) for source in range(max(1, len(data.prompt_sources)))]
-        """Limits on the length of responses (tokens), by number of the source."""
+        """Limit on the length of a response, in tokens, for each source, by number of the source."""
         self._teachers = [teacher_of(config, source) for source in range(max(1, len(data.prompt_sources)))]
-        """Names of the sources' teachers."""
+        """Name of the teacher of each source, by number of the source; "" without one."""
         shown = [bool(algorithm_of(config, source).divergence) for source in range(len(self._teachers))]
         self._hints = [config.algorithm.hint if is_shown else "" for is_shown in shown]
-        """Prompt template with the hint (`algorithm.hint`), by source; "" for sources without self-distillation."""
+        """For each source, by number, the prompt template with the hint (`algorithm.hint`); "" for sources without
+        self-distillation."""
         self.encoded = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
-        """Token ids of a row by its number, or None if it cannot be drawn; cached for the next epoch."""
+        """Function (row number) -> token ids of the row's prompt, None if it cannot be drawn; cached for the next
+        epoch."""
         self.lost_hints: set[tuple[int, int]] = set()
-        """(epoch, position) of drawn prompts with samples trained without the hint, which left no room in the
-        context."""
+        """(epoch, position) of the drawn prompts that are trained without their hint, for some samples at least, since
+        prompt, hint and response do not fit into the context together."""
         self._prepared_until = 0, 0
         """(epoch, position) of the first prompt whose images are not yet being prepared ahead of its draw."""
         self._drawn = lru_cache(maxsize=16)(self._draw)
-        """Cached form of `_draw`, as a schedule may look at a prompt several times before it opens the group."""
+        """The method `_draw` with its last results cached, as a schedule may look at a prompt several times before it
+        opens the group."""
         self._draws = draws_of(config.schedule, self)
         """Order in which `schedule.sampler` draws prompts; None if they are drawn in the seeded order of each epoch."""
         self.held_out: dict[int, HeldOut] = {}
@@ -92,8 +95,8 @@ class PromptBook:
             raise
 
     def _look_at_prompts(self, allowed: Collection[str]) -> None:
-        """Tokenise the held-out prompts and the first one to train on. Raises ConfigError. `allowed`: names of the
-        verifiers that rows may name; empty: those that ship."""
+        """Tokenise the held-out prompts, and training prompts up to the first that can be used. Raises ConfigError.
+        `allowed`: names of the verifiers that rows may name; empty: those that ship with April."""
         config = self._config
         for settings in config.evaluation_sets:
             self.held_out[settings.number] = self._held_out(settings, allowed)
@@ -110,9 +113,10 @@ class PromptBook:
         self.draw((0, 0))
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
-        """(epoch, position, token ids) of the first prompt from the cursor on that is short enough; None if exhausted.
+        """(epoch, position, token ids) of the first prompt from the cursor (epoch, position) on that is not skipped as
+        empty, too long, or rejected by the chat template. None if no prompt is left.
 
-        Raises ConfigError if no prompt is short enough.
+        Raises ConfigError if no prompt of the dataset can be used.
         """
         return self._drawn(cursor)
 
@@ -154,8 +158,8 @@ class PromptBook:
         self._prepared_until = max(self._prepared_until, (epoch, end))
 
     def bind(self, ledger: Ledger, read: ReadBack) -> None:
-        """Connect the prompts with the ledger, in which a sampler's order is set if the run has one. Submitted prompts
-        are read by `read` from the journal references that the ledger has."""
+        """Connect the prompts with the ledger. A sampler's order becomes the ledger's `prompt_order`; submitted prompts
+        are read with `read` by the journal references that the ledger has."""
         if self._draws:
             ledger.prompt_order = self._draws
 
@@ -167,7 +171,8 @@ class PromptBook:
         raise BadRow("this run draws its prompts from files: set data.source to 'submitted' to bring them")
 
     def submission(self, row: int) -> tuple[int, bytes]:
-        """(number, extra) of prompt number `row`, which the trainer submitted; (-1, b"") for prompts from files."""
+        """(number, extra) of the prompt that the trainer has submitted as number `row`, `extra` being its opaque bytes;
+        (-1, b"") for prompts from files."""
         return -1, b""
 
     def row(self, epoch: int, position: int) -> DatasetRow:
@@ -204,7 +209,8 @@ class PromptBook:
         return max(0, (self._config.data.epochs - epoch) * len(self._order(epoch)) - position)
 
     def counts(self) -> dict[str, int]:
-        """Number of training rows, of rows excluded as bad, and of rows skipped so far as too long or empty."""
+        """Counts of training rows: `rows` in the dataset, `bad_rows` left out as bad, `too_long` skipped so far as too
+        long or empty, and `lost_hints` if there are any."""
         bad_rows = self.rows.bad_rows + len(self.untokenisable)
         lost = {"lost_hints": len(self.lost_hints)} if self.lost_hints else {}
         return {"rows": len(self.rows), "bad_rows": bad_rows, "too_long": len(self.too_long)} | lost
@@ -232,10 +238,13 @@ class PromptBook:
         return tokens
 
     def hinted(self, epoch: int, position: int, feedback: str = "", response_tokens: int = 0) -> bytes:
-        """Token ids, int32, of the prompt with its hint, under which the policy is its own teacher (self-distillation):
-        with `feedback` for one sample, of `response_tokens` tokens; without it for all samples of a group. Empty
-        without self-distillation, if the hint takes feedback and there is none or the reverse, or if it leaves no
-        room."""
+        """Token ids, int32, of the prompt with its hint, under which the policy is its own teacher (self-distillation).
+        With `feedback`, the text that the verifier gave, it is for one sample of `response_tokens` tokens; otherwise
+        for all samples of a group.
+
+        Empty without self-distillation, if the hint shows feedback and there is none or the reverse, or if the hinted
+        prompt leaves no room for the response in the context.
+        """
         if bool(feedback) != shows_feedback(self._config.algorithm):
             return b""
         try:
@@ -347,7 +356,8 @@ IMAGES_CACHED = 16_384
 
 
 class SubmittedPrompts(PromptBook):
-    """Training prompts by (0, number), each read from its record in the journal.
+    """Training prompts that the trainer submits. Their place is (0, number), counted from 0; each is read from its
+    record in the journal.
 
     prompts = SubmittedPrompts(config)
     prompts.bind(ledger, journal.read)

@@ -86,10 +86,10 @@ class SyncNote:
 def rebuild(
     ledger: Ledger, journal: Journal, snapshots: SnapshotStore, noted: int = 0, history: SampleHistory | None = None
 ) -> int:
-    """Rebuild an empty ledger from disk; returns the position of the snapshot used.
+    """Rebuild an empty ledger from disk; returns the journal position of the snapshot used.
 
-    `noted`: bytes of the journal known to have been synced. Raises JournalError if the journal is damaged, or lacks a
-    file that has data of a group. `history`: rebuilt together with the ledger.
+    `noted`: position up to which the sync note says that the journal was synced. Raises JournalError if the journal is
+    damaged, or lacks a file that has data of a group. `history`: rebuilt together with the ledger.
     """
     journal.known_synced = noted
     try:
@@ -177,9 +177,10 @@ def accept_loss(config: Config, stored: StoredCheckpoints | None = None) -> list
 
 
 def requeue(config: Config, groups: list[int]) -> list[int]:
-    """Queue prompts of groups with dead samples again, in the journal of a run without a broker; returns the groups.
+    """Have prompts of groups with dead samples drawn again, by a record in the journal of a run whose broker is not
+    running; returns the ids of those groups.
 
-    `groups`: ids, all that can be queued again if empty. Raises JournalError, also if a broker has the journal.
+    `groups`: ids; if empty, all that can be queued again. Raises JournalError, also if a broker has the journal open.
     """
     folder = journal_folder(config.run_dir)
     with contextlib.closing(Journal(folder)) as journal:

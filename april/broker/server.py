@@ -46,9 +46,10 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 50
 DRAIN_S = 0.004
-"""Longest time for handling messages in one pass of the loop, after which answers are sent."""
+"""Longest time for which messages are handled in one pass of the loop, seconds; then answers are sent."""
 UNSYNCED_BYTES = 32 << 20
-"""Bytes not yet on disk from which on the broker waits for the running sync before it handles more messages."""
+"""Number of journal bytes not yet on disk from which on the broker waits for the running sync before it handles more
+messages."""
 SMALL_SYNC_BYTES = 256 << 10
 """Syncs of up to this many bytes run in the loop, where they finish faster than in another thread."""
 OUTBOX_MESSAGES = 1024
@@ -65,11 +66,12 @@ PROBE_BYTES = 16 << 20
 RECOVERABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *NO_DESCRIPTORS)
 """Error numbers of failed writes of the journal after which writing may become possible again."""
 BIND_S, BIND_AGAIN_S = 10.0, 0.2
-"""Longest wait for the port of a killed broker, and interval of attempts to bind it."""
+"""Longest time for which the broker tries to bind the port that a killed broker of the run had, and interval of its
+attempts, seconds."""
 LEAVE_S = 600.0
-"""Longest wait for peers' goodbyes at the end of a run; longer if `learner.load_s` is."""
+"""Longest wait for the goodbyes of all peers at the end of a run, seconds; `learner.load_s` counts if it is longer."""
 LEAVE_AFTER_SIGNAL_S = 60.0
-"""Longest wait for peers' goodbyes after a signal."""
+"""Longest wait for the goodbyes of all peers if a signal has ended the run, seconds."""
 
 
 class BindError(RuntimeError):
@@ -128,21 +130,25 @@ class Server:
             raise
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._syncs = Histogram()
-        """Durations of the journal's syncs since the broker started."""
+        """Histogram of the durations of the journal's syncs since the broker started."""
         self._leave_s = max(LEAVE_S, config.learner.load_s)
         self._signal = ""
         self._trimmer = HeapTrimmer()
         self._retry_at = 0.0
         self._unread: Unreadable | None = None
-        """The read of the journal that has made the broker read-only; None after another error."""
+        """The refused read of the journal for which the broker is read-only; None if it is not, or for another
+        error."""
         self._ended: tuple[str, str] | None = None
-        """(reason, final state) of a run that had ended when its disk failed; None otherwise."""
+        """(reason, final state) of a run that was over while its broker was read-only, so that the run is ended again
+        after the recovery; None otherwise."""
         self._unsent: list[Outgoing] = []
         """Answers that wait for the end of the running sync."""
         self._in_sync = self.service.recorder.sync_mark()
-        """Accepted tokens and metrics lines that the running sync puts on disk."""
+        """Mark of the metrics at the beginning of the running sync: the accepted tokens and metrics lines that it puts
+        on disk."""
         self._outboxes: dict[bytes, deque[Outgoing]] = {}
-        """Messages that wait for peers that do not read at present, by the peer's route."""
+        """Messages, by the peer's route, that could not be sent yet, since the peer does not read and its queue is
+        full. They are sent before any later ones."""
 
     def _open(self, prompts: PromptBook) -> None:
         """Open the journal and rebuild the service from it."""
@@ -213,15 +219,15 @@ class Server:
         remove_socket_folder(self.address)
 
     def write_address(self) -> None:
-        """Write the addresses to the run folder once the broker serves and its signal handlers are installed."""
+        """Write the addresses of the broker and its HTTP server to the run folder; called once signals are handled."""
         replace_file(self.address_file, self.address.encode())
         if self.exporter:
             replace_file(self.config.run_dir / HTTP_FILE, self.exporter.address.encode())
 
     @property
     def steps_aside(self) -> bool:
-        """Whether the broker exits without ending the run, which another broker continues from the journal: after a
-        signal to step aside, or a signal to exit while drained or read-only."""
+        """Whether the broker process exits without ending the run, so that another broker can continue it from the
+        journal: after a signal to step aside, or after a signal to exit while drained or read-only."""
         run = self.service.run
         aside = self._signal == STEP_ASIDE.name or self.service.ledger.rounds.draining
         return bool(self._signal and (run.read_only or (aside and not run.over)))
@@ -288,8 +294,9 @@ class Server:
     def _fail(self, error: JournalError | OSError) -> None:
         """Become read-only after an error: acknowledge nothing, and answer status requests.
 
-        After a failed write of the journal, wait until writing is possible again, or for a restart. After any other
-        call that failed, nothing on disk is in doubt: go on from there, as after a crash.
+        After a failed write of the journal, that lasts until writing is possible again, or until the broker is
+        restarted. After another failed call the journal on disk is intact: the broker tries to go on from it
+        (`_recover`).
         """
         if self._retry_at == math.inf:  # a write has failed for good; what fails after it mends nothing
             log.error("%s", error)
@@ -306,8 +313,8 @@ class Server:
         self._retry_at = clock.now() + RETRY_S if is_other or error.errno in RECOVERABLE else math.inf
 
     def _recover(self) -> None:
-        """Try to write to the disk, and to read what could not be read; if that works, resume from what is on disk as
-        after a crash. Peers say hello again."""
+        """Test whether the disk can be written, and whether the read that was refused works now. If so, rebuild the
+        state from the journal as after a crash, and serve again; the peers say hello again."""
         self._retry_at = clock.now() + RETRY_S
         if self.service.run.over:
             self._ended = self.service.run.over, self.service.run.state

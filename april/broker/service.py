@@ -47,13 +47,13 @@ from april.wire.security.allow_list import KeyOwner
 log = logging.getLogger(__name__)
 
 FILTERED_ROUNDS = 20
-"""Number of groups filtered out in a row at which the run fails, as a multiple of the groups that a round opens."""
+"""Number of groups in a row rejected by group filters at which the run fails, as a multiple of a round's groups."""
 SWEEP_S = 0.25
 """Seconds between checks for silent peers and expired leases."""
 SUMMARY_S = 0.25
 """Least seconds between two writes of `summary.json`, which follow trained steps."""
 BUSY_HAND_OUT_S = 0.05
-"""Seconds between passes that grant leases while messages wait: acknowledging reports goes first."""
+"""Least seconds between two passes that grant leases, while messages wait: acknowledging reports goes first."""
 
 MESSAGES: dict[str, MessageTable] = {
     "worker": WorkerHandler.MESSAGES,
@@ -299,7 +299,7 @@ class Service:
             self.peers.close(peer)
 
     def synced(self, mark: SyncMark) -> None:
-        """Record that a sync of the journal has finished; `mark`: the recorder's state that is on disk now."""
+        """Record that a sync of the journal has ended; `mark`: what of the metrics is on disk now."""
         self.note.write(self.journal.synced)
         self.recorder.synced(mark)
 
@@ -326,7 +326,7 @@ class Service:
             self._end_by_schedule(error, now)
 
     def _end_by_schedule(self, error: Exception, now: float) -> None:
-        """End the run for an exception in the user's schedule or sampler, or for a sample that nobody can lease."""
+        """End the run: the user's schedule or sampler has failed, or has chosen a sample that cannot be leased."""
         log.error("the schedule has failed", exc_info=error)
         self.stop(str(error), "failed", now)
 
@@ -398,7 +398,7 @@ class Service:
         self.recorder.alarms.watch([peer.loop(now) for peer in self.peers.by_id.values() if peer.loop_position])
 
     def _silent(self, now: float) -> Iterator[tuple[Peer, float]]:
-        """(peer, longest silence that it is allowed, seconds) of each peer that has been silent for longer."""
+        """(peer, allowed silence in seconds) of each peer that has been silent for longer than it may be."""
         for peer in self.peers.by_id.values():
             is_learner = peer.role == "learner"
             timeout_s = self.config.learner.hung_s if is_learner else self.config.broker.session_timeout_s

@@ -64,8 +64,8 @@ def rebuild_ledger(
 
 MODULE = "april.broker.snapshots"
 DONE, NOT_WRITTEN, NOT_READ = 0, 3, 4
-"""Exit statuses of the snapshot process: the snapshot is on disk; a call failed, and may succeed when it is tried
-again; the journal files are damaged."""
+"""Exit statuses of the snapshot process. DONE: the snapshot is on disk; NOT_WRITTEN: a call failed, and may succeed
+when it is tried again; NOT_READ: the journal files are damaged."""
 
 
 def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]:
@@ -117,7 +117,7 @@ POLL_S = 0.05
 END_S = 5.0
 """Longest wait for the end of a killed snapshot process when the broker stops."""
 TRIES = 3
-"""Number of failures in a row after which the broker makes the snapshot itself."""
+"""Number of snapshot processes failed in a row after which the broker makes the snapshot itself."""
 ReleaseFiles = Callable[[list[int]], None]
 """Function that closes journal files, given by their start positions, so that they can be deleted."""
 
@@ -126,8 +126,8 @@ class Helper(Protocol):
     """Interface of a helper process that makes one snapshot."""
 
     def dead_files(self) -> list[int] | None:
-        """Start positions of the journal files that the helper wants to delete: returned once, None at all other
-        times."""
+        """Start positions of the journal files that the helper wants to delete: returned by the first call after it has
+        asked, None by all others."""
 
     def confirm_closed(self) -> None:
         """Tell the helper that the broker has closed the files to delete."""
@@ -152,7 +152,7 @@ class Snapshots:
         self.folder, self.rules = folder, rules
         self.store = SnapshotStore(folder)
         self.failures = 0
-        """Number of failed snapshots since the broker started."""
+        """Number of attempts to make a snapshot that have failed since the broker started."""
         self.start = start or HelperProcess
         self._helper: Helper | None = None
         self._newest = max(self.store.positions(), default=0)

@@ -38,7 +38,7 @@ AGAIN_S = (1.0, 5.0, 30.0, 120.0, 600.0)
 
 
 class StoredGroup(NamedTuple):
-    """A group of the ledger and the references to its data in the journal."""
+    """A group to verify: its id, and the references to its data in the journal."""
 
     group: int
     prompt: Reference

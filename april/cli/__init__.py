@@ -79,8 +79,8 @@ def keep_proxies_off_loopback() -> None:
 
 
 def build_parser(own: str = "") -> Parser:
-    """The parser of all commands, and of the user's own one called `own`, a function with `@command`. Raises
-    ConfigError."""
+    """The parser of all shipped commands and, if `own` is given, of the user's own command of that name: a function
+    with `@command`, as `package.module:function`. Raises ConfigError."""
     for module in pkgutil.iter_modules(__path__):
         if module.name != "__main__":
             importlib.import_module(f"{__name__}.{module.name}")

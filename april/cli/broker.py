@@ -8,8 +8,8 @@ from april.cli.command import CONFIG, command, load_config
 from april.util.lifetime import REFUSED, RUN_FAILED, STEPPED_ASIDE
 
 BROKER_PARTS = ("schedule.kind", "schedule.group_filter", "operations.sinks", "operations.alarms")
-"""Configuration keys that name parts (such as a schedule) which the broker imports; a user-defined part may need
-torch."""
+"""Configuration keys that name parts, such as the schedule, which the broker imports. If all of these parts ship with
+April, the broker does without torch; a user-defined one may need it."""
 
 
 @command(CONFIG, lists_keys=True)

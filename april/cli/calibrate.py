@@ -18,7 +18,8 @@ from april.util.errors import ConfigError
     overrides=True,
 )
 def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> int:
-    """Measure an engine, and fit the simulator's cost model to it; --worker.engine names the engine."""
+    """Measure an engine, named by --worker.engine, with up to --slots sequences at a time, and fit the simulator's cost
+    model to it."""
     from april.simulate.calibrate import fit, measure
     from april.workers.engines import ENGINES
 

@@ -73,7 +73,8 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is none of its action's choices, an unknown command with the most similar one."""
+        """Refuse a value that is none of its action's choices. The error for an unknown command suggests the most
+        similar one."""
         if not isinstance(action, argparse._SubParsersAction) or value in action.choices:
             return super()._check_value(action, value)
         hint = did_you_mean(value, action.choices)
@@ -124,7 +125,8 @@ Function = TypeVar("Function", bound=Callable[..., int])
 
 
 def command(*options: Option, overrides: bool = False, lists_keys: bool = False) -> Callable[[Function], Function]:
-    """Make a function a command of `april`, called like the function with - for _.
+    """Make a function a command of `april` whose name is that of the function, with - for _. `overrides`: whether the
+    command accepts `--section.key value`; `lists_keys`: whether its help lists these keys.
 
     @command(option("--out", type=Path, help="Folder."), option("--seed", type=int, default=0, help="Seed."))
     def make_data(out: Path, seed: int) -> int:
@@ -171,8 +173,9 @@ def load_config(paths: Sequence[Path], overrides: list[str], **settings: Any) ->
 
 
 def joining(files: list[Path], connect: str, overrides: list[str]) -> tuple["Config", str]:
-    """The configuration and the broker's address for a process that joins a run; this process ends with its parent from
-    then on. Raises ConfigError, and SystemExit where a run's folder has no broker."""
+    """The configuration and the broker's address for a process that joins a run. `connect`: that address, or the run's
+    folder, in which the broker writes it. From this call on this process ends with its parent. Raises ConfigError, and
+    SystemExit if no broker writes its address into the folder in time."""
     from april.config import check_address, with_run_keys
     from april.util.lifetime import die_with_parent
 

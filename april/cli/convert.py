@@ -87,7 +87,7 @@ def summary(translation: "Translation", out: Path | None) -> str:
 
 def toml(translation: "Translation", command: str, framework: "Framework") -> str:
     """TOML text of a converted configuration: each key with the script's options that it comes from, then the
-    untranslated options."""
+    untranslated options. `command`: the command line that converts, for the first line."""
     lines = [f"# By `{command}`. Options are those of {framework.source}."]
     sections: dict[str, list[str]] = {"": []}
     for key, (value, options) in sorted(translation.keys.items(), key=lambda item: declaration_order(item[0])):
@@ -103,7 +103,8 @@ def toml(translation: "Translation", command: str, framework: "Framework") -> st
 
 
 def names_by_reason(notes: Mapping[str, str]) -> dict[str, str]:
-    """For each reason, the names of all options that have it, joined by commas."""
+    """For each reason, the names of all options that have it, joined by commas. `notes`: reason by name of the
+    option."""
     names: dict[str, str] = {}
     for name, why in notes.items():
         names[why] = f"{names[why]}, {one_line(name)}" if why in names else one_line(name)

@@ -13,7 +13,8 @@ from april.util.errors import ConfigError, refuse, refuse_for
     lists_keys=True,
 )
 def plan(config: list[Path], gpu: float, overrides: list[str]) -> int:
-    """Print the memory that a run needs on an accelerator, and keys that make it fit; exit status 1 if it does not."""
+    """Print the memory that a run needs on an accelerator, and keys that make it fit into --gpu GiB; exit status 1 if
+    it does not fit as it is."""
     from april.config.hub import Fetcher
 
     if not 0 < gpu < math.inf:

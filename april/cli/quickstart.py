@@ -11,8 +11,8 @@ from april.util.errors import ConfigError
 POLICY, DATA = Path("cache/policy"), Path("cache/data")
 """Folders of the quickstart's policy and prompts, relative to the current folder."""
 INPUTS = {"model.path": POLICY, "data.path": DATA / "train.jsonl", "data.eval_path": DATA / "heldout.jsonl"}
-"""Overrides that make the quickstart's inputs relative to the current folder; paths in its file are relative to the
-file's folder."""
+"""Overrides by which the quickstart's inputs are found relative to the current folder. Paths in its configuration file
+are relative to that file's folder instead."""
 
 
 @command(*RUN_OPTIONS, overrides=True)

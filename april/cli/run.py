@@ -170,8 +170,8 @@ def describe_run(
 
 
 def check_trainer(config: "Config", without_learner: bool) -> None:
-    """Refuse to train with April's learner (not `without_learner`) where training prompts or weights come from an
-    external trainer."""
+    """Refuse a run in which April's learner trains (`without_learner` is false) if training prompts or weights come
+    from an external trainer."""
     from april.util.registry import registry_of
 
     transport = registry_of("weights.transport").find(config.weights.transport)
@@ -192,8 +192,9 @@ def check_trainer(config: "Config", without_learner: bool) -> None:
 
 
 def report_end(run_dir: Path, state: str, why: str) -> None:
-    """Record how the run ended, print its status and write its report; if this fails, a line says so, and the outcome
-    stays. `state`: finished, stopped or failed; `why`: reason of a failure, otherwise empty."""
+    """Record how the run ended, print its status and write its report; if one of these fails, a line says so, and the
+    run's exit status stays as it is. `state`: finished, stopped or failed; `why`: reason of a failure, otherwise
+    empty."""
     from april.launch.preflight import mark_ended
     from april.observe.dashboard.report import write_report
     from april.observe.report.operations import print_status

@@ -14,7 +14,8 @@ from april.util.errors import refuse
     option("--group", type=int, metavar="G", help="Show the samples of group G only [default: of all groups]."),
 )
 def samples(run: Path, step: int | None, worst: int | None, best: int | None, group: int | None) -> int:
-    """Print the samples of one policy step: prompts, responses, rewards and reference answers."""
+    """Print the samples of one policy step, all or those with the highest and lowest rewards: prompts, responses,
+    rewards and reference answers."""
     from april.observe.report.run_folder import read_run
     from april.observe.report.samples import read_step, render_samples, select
 

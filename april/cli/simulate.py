@@ -54,8 +54,9 @@ def simulate(
 
 
 def read_scenario(path: Path, cost: str | None, overrides: list[str], trace: Path | None = None) -> "Scenario":
-    """A scenario. `cost`: name of a cost model, None for the first one of the scenario's file; `trace`: file of
-    response lengths, which give the scenario's lengths and token budget. Raises ConfigError."""
+    """The scenario in the file `path`, with `overrides` of its keys. `cost`: name of a cost model, None for the first
+    one of the scenario's file; `trace`: file of response lengths, which give the scenario's lengths and token budget.
+    Raises ConfigError."""
     from april.config.loading import parse_overrides
     from april.simulate.scenario import load_scenario
     from april.simulate.trace import budget_of, read_trace

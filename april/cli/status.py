@@ -42,7 +42,7 @@ def status(run: Path | None, connect: str | None, keys: Path | None) -> int:
 
 @command(*ADDRESS, option("--end", action="store_true", help="End the drain: hand out work again."))
 def drain(run: Path | None, connect: str | None, keys: Path | None, end: bool) -> int:
-    """Drain a run for maintenance: workers hand back all work, and get no more."""
+    """Drain a run for maintenance: workers hand back all work, and get no more until --end."""
     from april import wire
     from april.observe.operate import RunAddress
     from april.wire.sockets.broker import BrokerRefused, BrokerUnreachable

@@ -23,7 +23,7 @@ from april.cli.simulate import SCENARIO, read_scenario
 def tune(
     scenario: Path, cost: str | None, mean_staleness: float | None, trace: Path | None, overrides: list[str]
 ) -> int:
-    """Choose N' or the number of samples in flight by simulation, and say why."""
+    """Choose by simulation how many groups a round opens (N'), or how many samples are in flight, and say why."""
     from april.simulate.tune import tune
 
     choice = tune(read_scenario(scenario, cost, overrides, trace), mean_staleness)

@@ -11,20 +11,20 @@ from april.util.registry import registry_of
 
 
 def needs_values(algorithm: AlgorithmSection, imported: bool) -> bool | None:
-    """Whether the advantage estimator needs a critic's values. `imported`: user-defined estimators may be imported;
-    otherwise the answer for one is None (unknown)."""
+    """Whether the advantage estimator needs a critic's values. `imported`: whether user-defined estimators are imported
+    to find out; if not, the answer for one is None (unknown)."""
     return advantage_flag("needs_values", algorithm, imported)
 
 
 def needs_norms(algorithm: AlgorithmSection, imported: bool) -> bool | None:
-    """Whether the advantage estimator needs the norm of each response's gradient; `imported` and None as in
-    `needs_values`."""
+    """Whether the advantage estimator needs the norm of each response's gradient. `imported`: whether user-defined
+    estimators are imported to find out; if not, the answer for one is None (unknown)."""
     return advantage_flag("needs_norms", algorithm, imported)
 
 
 def needs_parts(algorithm: AlgorithmSection, imported: bool) -> bool | None:
-    """Whether the advantage estimator takes the parts of the reward separately, instead of their sum; `imported` and
-    None as in `needs_values`."""
+    """Whether the advantage estimator takes the parts of the reward separately, instead of their sum. `imported`:
+    whether user-defined estimators are imported to find out; if not, the answer for one is None (unknown)."""
     return advantage_flag("needs_parts", algorithm, imported)
 
 
@@ -36,15 +36,16 @@ def advantage_flag(name: str, algorithm: AlgorithmSection, imported: bool) -> bo
 
 
 def needs_critic(config: Config, imported: bool = False) -> bool | None:
-    """Whether the samples of any source need a critic's values; `imported` and None as in `needs_values`. Raises
-    ConfigError."""
+    """Whether the samples of any source need a critic's values. `imported`: whether user-defined advantage estimators
+    are imported to find out; if not, the answer for one is None (unknown). Raises ConfigError."""
     found = {needs_values(each, imported) for each in used_algorithms(config).values()}
     return True if True in found else None if None in found else False
 
 
 def check_critic(config: Config, imported: bool = False) -> None:
     """Refuse keys of `[critic]` in a run without a critic, a `critic.warmup_batches` that leaves the policy no batch,
-    and one critic for two sources with different advantages or turn discounts. `imported` as in `needs_values`."""
+    and one critic for two sources with different advantages or turn discounts. `imported`: whether user-defined
+    advantage estimators are imported and checked, too."""
     critic, used = config.critic, used_algorithms(config)
     wanted, valued = needs_critic(config, imported), {k: a for k, a in used.items() if needs_values(a, imported)}
     given = [key for key, value in critic if value != CriticSection.model_fields[key].default]
@@ -74,7 +75,7 @@ def check_critic(config: Config, imported: bool = False) -> None:
 
 def check_compared(config: Config, imported: bool = False) -> None:
     """Refuse groups of one sample if the advantage compares the samples of a group, and a KL term both in the reward
-    and in the loss. `imported` as in `needs_values`."""
+    and in the loss. `imported`: whether user-defined advantage estimators are imported and checked, too."""
     n, critic, algorithm = config.schedule.n_samples_per_prompt, config.critic, config.algorithm
     if needs_values(algorithm, imported) is False:
         if n < 2 and not advantage_flag("takes_single_samples", algorithm, imported):
@@ -96,7 +97,8 @@ def check_compared(config: Config, imported: bool = False) -> None:
 
 def check_advantage(config: Config, imported: bool = False) -> None:
     """Refuse an advantage of the parts of the reward if there are none, a length penalty if the advantage does not
-    compare rewards within groups, and an `algorithm.pass_k` above the group size. `imported` as in `needs_values`."""
+    compare rewards within groups, and an `algorithm.pass_k` above the group size. `imported`: whether user-defined
+    advantage estimators are imported and checked, too."""
     algorithm, n = config.algorithm, config.schedule.n_samples_per_prompt
     if needs_parts(algorithm, imported):
         check_apart(config.reward, algorithm.advantage)
@@ -132,8 +134,8 @@ def check_advantage(config: Config, imported: bool = False) -> None:
 
 def check_discards(config: Config, imported: bool = False) -> None:
     """Refuse a group filter that compares rewards (`dynamic_sampling`, `zero_spread`) with an advantage that ignores
-    them: if a verifier scores all responses alike, the filter would discard every group. `imported` as in
-    `needs_values`."""
+    them: if a verifier scores all responses alike, the filter would discard every group. `imported`: whether
+    user-defined advantage estimators and filters are imported and checked, too."""
     schedule, filters = config.schedule, registry_of("schedule.group_filter")
     if not advantage_flag("ignores_rewards", config.algorithm, imported):
         return

@@ -40,7 +40,7 @@ def of_source(config: Config, number: int, algorithm: AlgorithmSection) -> Confi
 
 
 def response_budget(config: Config, source: int) -> int:
-    """Longest response to the prompts of a source, by its number (tokens)."""
+    """Largest number of tokens that a response to a prompt of the source with the number `source` may have."""
     sources = config.data.sources
     return (sources[source].max_response_tokens if sources else None) or config.sampling.max_response_tokens
 
@@ -60,15 +60,15 @@ def used_algorithms(config: Config) -> dict[str, AlgorithmSection]:
 
 
 def naming(config: Config, key: str) -> tuple[str, str]:
-    """(whole key, value) of a key of `[algorithm]` that names a part, in the first algorithm in use that sets it; ("",
-    "") if none does. Raises ConfigError."""
+    """The first algorithm in use that sets `key`, a key of `[algorithm]` that names a part, as (whole key, value), such
+    as ("data.sources.1.algorithm.divergence", "reverse_kl"); ("", "") if none sets it. Raises ConfigError."""
     found = ((f"{table}.{key}", getattr(each, key)) for table, each in used_algorithms(config).items())
     return next((pair for pair in found if pair[1]), ("", ""))
 
 
 def named(config: Config, key: str) -> str:
-    """Name of the part that a key of `[algorithm]` names in the first algorithm in use that sets it; empty if none
-    does."""
+    """Value of `key`, a key of `[algorithm]` that names a part, in the first algorithm in use that sets it; empty if
+    none sets it."""
     return naming(config, key)[1]
 
 

@@ -40,15 +40,15 @@ class Mapping:
     answer_form: str = ""
     """Example of the ending that `answer_of` looks for, for the error message."""
     all_columns: bool = False
-    """Whether all fields of a record may be read."""
+    """Whether all fields of a record are read, and not only those that the other keys name."""
     images: tuple[str, ...] = ("images", "image")
     """Candidate keys of the images; the first one in the record is used."""
     hint: str = ""
-    """Key of the hint; empty: none."""
+    """Key of the hint, the row's own text for {hint} in `algorithm.hint`; empty: rows have none."""
 
     @property
     def columns(self) -> set[str]:
-        """Top-level fields of a record that may be read; empty: all."""
+        """Names of the top-level fields that are read from a record; empty: all are read."""
         if self.all_columns:
             return set()
         labels = [key.strip() for label in self.label for key in (label, *label.split(COLUMN_SEPARATOR))]
@@ -91,7 +91,7 @@ MAPPINGS = {
 """The mappings that `data.mapping` can name."""
 
 OWN_MAPPING = replace(MAPPINGS["plain"], all_columns=True)
-"""Mapping of the rows that a user's own mapping function returns; the function gets whole records."""
+"""Mapping that is applied to what a user's own mapping function returns. The function itself gets whole records."""
 MAPPING_PARTS = Registry("data.mapping", "mapping")
 """Registry of the user's own mappings: functions record -> dictionary with prompt and label."""
 
@@ -372,7 +372,7 @@ class DataSection(HubSection):
 
     @property
     def sft_sources(self) -> dict[int, SourceSection]:
-        """The entries of `data.sources` that are of kind sft, by their number there."""
+        """The entries of `data.sources` that are of kind sft, by their index in that list."""
         listed = enumerate(self.sources)
         return {number: source.with_defaults(self) for number, source in listed if source.kind == "sft"}
 
@@ -381,8 +381,8 @@ class DataSection(HubSection):
         return [self._source("eval_", self.eval_mapping)] if self.eval_path else []
 
     def _source(self, prefix: str, mapping: str | None) -> SourceSection:
-        """The source whose path has this prefix. It inherits the row field names of `[data]` if `mapping` is None or
-        equals `data.mapping`."""
+        """The source whose keys in `[data]` have this prefix: "" for `path`, "eval_" for `eval_path`. It inherits the
+        row field names of `[data]` if `mapping` is None or equals `data.mapping`."""
         if mapping is None:
             return self._source(prefix, self.mapping)
         same_mapping = mapping == self.mapping

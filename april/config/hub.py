@@ -125,8 +125,8 @@ ConfigError."""
 
 
 def take_recorded_commits(named: Sequence[HubInput], file: Path, model: type[Section]) -> None:
-    """Set the commit of each name that has none to the one that `file`, the configuration of a run that has begun,
-    records for the same repository and revision."""
+    """Set the commit of each input in `named` that has none. It is taken from `file`, the config.toml of a run that has
+    begun, if that records one for the same repository and revision. `model`: class of the configuration."""
     try:
         recorded = hub_inputs(tomllib.loads(file.read_text()), model)
     except (OSError, tomllib.TOMLDecodeError):
@@ -138,8 +138,8 @@ def take_recorded_commits(named: Sequence[HubInput], file: Path, model: type[Sec
 
 
 def from_cache(inputs: Collection[str]) -> Fetch:
-    """A `Fetch` for a part of a run: sets commits from the cache alone, for the `inputs` "model", "data" and, of the
-    data, "conversations"."""
+    """A `Fetch` function for a part of a run, which sets commits from the cache alone. `inputs`: the kinds that it
+    resolves: "model", "data" (all datasets), or "conversations" (datasets of sources of kind sft)."""
 
     def fetch(named: Sequence[HubInput]) -> None:
         for each in named:
@@ -268,8 +268,8 @@ def download(named: HubInput, sizes: Mapping[str, int], files: Sequence[str]) ->
 
 
 def weight_names(named: HubInput, sizes: Mapping[str, int]) -> list[str]:
-    """Names of a model's weight files, as its index lists them. `sizes`: as in `download`. Raises ConfigError if it has
-    none that April reads."""
+    """Names of a model's weight files, as its index lists them. `sizes`: size (bytes) of each file of the commit.
+    Raises ConfigError if the model has no weights that April reads."""
     found = [path.name for path in weight_files(named.folder)] if WEIGHTS_INDEX in sizes else []
     plain = [name for name in sizes if re.fullmatch(r"[^/]+\.safetensors", name)]
     found = found or ([WEIGHTS] if WEIGHTS in sizes else plain)
@@ -340,7 +340,7 @@ def choose_rows(named: HubInput, names: Sequence[str]) -> list[str]:
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """Metadata at the top of a dataset's README.md; empty without."""
+    """Metadata at the top of the README.md in a dataset's folder; empty if there is none."""
     from huggingface_hub.repocard import metadata_load
 
     card = folder / "README.md"
@@ -401,7 +401,8 @@ def mappings(value: Any) -> list[Mapping[str, Any]]:
 
 
 def files_of(configuration: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Patterns of files by split in one of a card's `configs`."""
+    """Glob patterns of the files of each split, as `configuration`, an entry of `configs` in a dataset card, gives
+    them."""
     data, folder = configuration.get("data_files"), configuration.get("data_dir")
     within = f"{str(folder).strip('/')}/" if folder else ""
     if data is None and folder:
@@ -418,7 +419,8 @@ def files_of(configuration: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def matching(files: Sequence[str], configuration: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The `files` of each split in one of a dataset card's `configs`, by split."""
+    """Those of `files` that belong to each split, by split, as `configuration`, an entry of `configs` in a dataset
+    card, says."""
     from fsspec.utils import glob_translate
 
     splits = {

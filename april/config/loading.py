@@ -285,9 +285,9 @@ def load(
     parts fit together. `inputs`: which of "model" and "data" must exist. Paths become absolute. Raises ConfigError.
 
     `own_parts`: keys that name parts; the user's own are imported, and the keys that they declare are checked. `fetch`:
-    resolves the names of a hub, as a launcher of parts does; without it only the hub's cache is asked. `resumed`: use
-    the commits of the run folder of this name, if there is one. `supervised`: return `Config.supervised()`, for `april
-    sft`.
+    resolves the names of a hub, as a launcher of parts does; without it only the hub's cache is asked. `resumed`: take
+    the commits of hub inputs from the folder of the run called `run.name`, if there is one. `supervised`: return
+    `Config.supervised()`, for `april sft`.
     """
     tree = read_tree(path, overrides)
     config = validate(tree, own_parts)
@@ -379,8 +379,8 @@ def validate(tree: dict[str, Any], own_parts: Collection[str] = tuple(REGISTRIES
 
 def make_paths_absolute(tree: Any, folder: Path, given: Collection[str] | None = None) -> None:
     """Make the paths in a configuration's `tree` absolute in place; they are relative to `folder`. A name of a hub's
-    repository is left as it is, unless `folder` has such a file or folder. `given`: only these texts are looked for in
-    `folder`; None: all."""
+    repository is left as it is, unless `folder` has such a file or folder. `given`: the texts for which `folder` is
+    searched; other texts in the form of a hub name count as one. None: all texts."""
     for _, table, model in tables(tree, Config):
         for name, field in model.model_fields.items():
             value, kinds = table.get(name), (field.annotation, *get_args(field.annotation))

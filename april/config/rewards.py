@@ -243,7 +243,7 @@ def check_parts(reward: RewardSection) -> None:
 
 def check_apart(reward: RewardSection, advantage: str) -> None:
     """Refuse an advantage that normalises each part of the reward (`needs_parts`) if there are no parts, or if a
-    penalty is on that is no part, since the advantage would not see it."""
+    penalty is turned on for which there is no part of its name, since the advantage would not see that penalty."""
     if not reward.part:
         refuse("algorithm.advantage", advantage, "is made of the parts of a reward", "add [reward.part.NAME] tables")
     for name, key in PENALTY_KEYS.items():

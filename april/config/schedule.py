@@ -10,7 +10,7 @@ from april.config.section import AUTO, CONTEXT_TOKENS, Section
 from april.wire.limits import MAX_TOP_K
 
 MOST_STEPS = 10**9
-"""Most batches of a run."""
+"""Largest value of a run's number of batches."""
 
 
 def or_auto(value: Any, validate: Callable[[Any], int | None]) -> Any:
@@ -130,8 +130,8 @@ class ScheduleSection(Section):
 
     @property
     def over_sampled(self) -> int:
-        """The over-sampled round size that plans compare with: N' (`groups_per_round`) if it is above N
-        (`rollout_batch_size`), otherwise 2 N."""
+        """Groups opened in a round with over-sampling, for comparisons of the schedule with and without it: N'
+        (`groups_per_round`) if it is above N (`rollout_batch_size`), otherwise 2 N."""
         per_round = self.groups_per_round
         return per_round if per_round > self.rollout_batch_size else 2 * self.rollout_batch_size
 

@@ -17,13 +17,13 @@ from april.util.registry import REGISTRIES, registry_of
 AUTO: Final = "auto"
 """Value of a key that April chooses when a run starts."""
 NONE = "none"
-"""Value of a key that is left unset, as TOML has no null."""
+"""Text by which a TOML file or an override leaves a key unset, as TOML has no null."""
 UNSET: tuple[Any, ...] = (None, "", [])
-"""Defaults of keys that are unset."""
+"""The defaults that mean that a key is unset."""
 OFF: Final = "off"
 """Value of a key that turns off what April does by default."""
 CONTEXT_TOKENS = 1 << 20
-"""Longest prompt, and longest response, that any key admits."""
+"""Largest number of tokens that a key may allow for a prompt, or for a response."""
 NAME_OR_FILE = "a name, or a file where it has an ending"
 """Marker of a text field that holds a path if its value has a suffix, made absolute by `april.config.loading`, and
 otherwise a name."""
@@ -40,14 +40,16 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def without_none(cls, keys: Any) -> Any:
-        """The keys of the section, without "none"."""
+        """The keys of the section, in which each value "none" is replaced by the key's unset value (None, "" or []),
+        unless "none" is an ordinary value of the key."""
         if not isinstance(keys, dict):
             return keys
         unset = {name: cls.unset_value(name) for name, value in keys.items() if value == NONE}
         return keys | {name: value for name, value in unset.items() if value is not NONE}
 
     def written(self) -> dict[str, Any]:
-        """The keys as they are written in TOML, all of them: NONE for one that is unset and has another default."""
+        """All keys with their values, as they are written in TOML. A key that is unset is left out, or has the value
+        NONE if its default is a value."""
         keys = self.model_dump(mode="json")
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
@@ -110,7 +112,8 @@ class HubSection(Section):
         return super().written() | names
 
     def named(self, prefix: str = "") -> str:
-        """The path for people to read: the name of a hub's repository, or a file or folder."""
+        """The path for people to read: the name of a hub's repository, or a file or folder. `prefix`: that of the
+        path's key, such as "eval_" of `eval_path`."""
         path: Path | None = getattr(self, f"{prefix}path")
         if path and getattr(self, f"{prefix}commit"):
             return path.parent.parent.name.partition("--")[2].replace("--", "/")
@@ -118,7 +121,8 @@ class HubSection(Section):
 
 
 def cached_folder(repository: str, name: str, commit: str) -> Path:
-    """Folder of a hub's repository at a commit, in the hub's cache on this machine; it may be missing."""
+    """Folder of a hub's repository at a commit, in the hub's cache on this machine; the folder need not exist.
+    `repository`: "model" or "dataset"; `name`: OWNER/NAME."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE).absolute() / f"{repository}s--{name.replace('/', '--')}" / "snapshots" / commit
@@ -129,7 +133,8 @@ Table = tuple[str, dict[str, Any], type[Section]]
 
 
 def tables(tree: Any, model: type[Section], key: str = "") -> Iterator[Table]:
-    """All tables of `tree`, a configuration whose keys are those of `model`."""
+    """Yield `tree`, a configuration whose keys are those of `model`, and all tables in it. `key`: the key of `tree`
+    itself, empty for a whole configuration."""
     if not isinstance(tree, dict):
         return
     yield key, tree, model
@@ -149,7 +154,8 @@ def tables(tree: Any, model: type[Section], key: str = "") -> Iterator[Table]:
 # --- keys of the user's own parts -------------------------------------------------------------------------------------
 
 KEY_SECTIONS = {"worker.engine": "engine"}
-"""Section that takes a user-defined part's own keys, if it is not the section of the key that names the part."""
+"""Key that names a part -> section that takes the own keys of a user-defined part, where that is not the section of the
+key itself."""
 
 FUNCTION_KEYS = (
     "algorithm.loss", "algorithm.corrections", "algorithm.advantage", "algorithm.step_scale", "algorithm.distillation",
@@ -194,7 +200,7 @@ def with_own_keys(
 
 @cache
 def with_sections(model: type[Model], sections: tuple[tuple[str, type[Section]], ...]) -> type[Model]:
-    """`model` with other classes of some sections, given by name."""
+    """A subclass of `model` with other classes of some sections. `sections`: (name of the section, its new class)."""
     fields: Any = {name: (section, {}) for name, section in sections}
     return create_model(model.__name__, __base__=model, **fields)
 

@@ -92,7 +92,7 @@ class StoredCheckpoints:
         self.objects.put(path, f"{folder_of(step, sums)}/{path.name}")
 
     def complete(self, step: int, sums: Sums) -> None:
-        """Write the checksum list, once all files are stored: the checkpoint is complete."""
+        """Make a checkpoint complete by writing its checksum list. Call this only after all its files are stored."""
         self.objects.write(f"{folder_of(step, sums)}/{CHECKSUMS_FILE}", format_checksums(sums).encode())
 
     def fetch(self, step: int, sums: Sums, name: str, path: Path) -> bool:
@@ -137,7 +137,7 @@ class StoredCheckpoints:
             self.objects.remove(folder, names - {CHECKSUMS_FILE})
 
     def export(self, source: Path) -> None:
-        """Replace the folder of the same name in the store by a local folder."""
+        """Replace the store's folder with the name of `source` by the content of `source`, a local folder."""
         stored = {name.partition("/")[2] for name in self.objects.names() if name.startswith(f"{source.name}/")}
         if CHECKSUMS_FILE in stored:
             self.objects.remove_file(f"{source.name}/{CHECKSUMS_FILE}")

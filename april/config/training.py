@@ -424,8 +424,8 @@ def layers_to_adapt(linears: Iterable[str], section: LoraSection) -> list[str]:
 
 
 def check_base(section: LoraSection, dtype: str) -> None:
-    """Refuse a base in bfloat16 of a model whose files have weights of another type `dtype`: workers add the adapter to
-    those. Raises ConfigError."""
+    """Refuse `lora.base` = "bf16" for a model whose files have weights of another type, `dtype`: workers add the
+    adapter to the files' weights, which are not rounded. Raises ConfigError."""
     if section.base == "bf16" and dtype != "bfloat16":
         refuse(
             "lora.base",

@@ -102,8 +102,8 @@ def check_external_weights(config: Config) -> None:
 
 
 def check_transport(config: Config, engine: Any) -> None:
-    """Refuse a transport that the engine's inference servers cannot join, or one without forwarding if
-    `weights.channel_size` asks for chains. `engine`: the engine's registry entry."""
+    """Refuse a transport that the engine's inference servers cannot join, or one without forwarding from worker to
+    worker if `weights.channel_size` asks for chains of workers. `engine`: the engine's registry entry."""
     transports = registry_of("weights.transport")
     check_on_device(config, engine)
     if config.weights.channel_size > 1 and not transports.find(config.weights.transport).forwards:

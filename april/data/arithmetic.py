@@ -23,7 +23,8 @@ from april.config import ConfigError
 ALPHABET = "0123456789=?#+*:,ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MAX_TIMES = 60
 TIMES_MU, TIMES_SIGMA = 1.5, 0.85
-"""Parameters of K ~ round(lognormal): median 4, 90 % below 13, 99 % below 31."""
+"""Mean and standard deviation of log K, where K, a task's number of additions, is lognormal and then rounded: median 4,
+90 % below 13, 99 % below 31."""
 HELD_OUT_SHARE = 0.12
 SPLITS = ("train", "heldout")
 
@@ -55,7 +56,7 @@ class Noise:
     p_err: float = 0.0
     """Probability, per step, of a sum that is off by 1 or 10; later steps continue from the wrong sum."""
     p_stop: float = 0.0
-    """Probability, per step, of giving the answer too early instead of the step."""
+    """Probability, per step, of ending early: the sum so far is given as the answer, and the step is not made."""
     p_skip: float = 0.0
     """Probability, per step, of skipping one addition."""
 
@@ -65,7 +66,7 @@ HABITS = Noise(p_short=0.32, p_err=0.015, p_stop=0.012, p_skip=0.009)
 """Error probabilities of the noisy demonstrations. They set the mean reward at which RL starts: about 0.5 at
 temperature 1."""
 EASY_TIMES = (2, 3, 4)
-"""Multipliers K of the easy demonstrations."""
+"""Numbers of additions K that the tasks of the easy demonstrations have."""
 
 
 def draw_times(random: Random) -> int:
@@ -76,7 +77,7 @@ def draw_times(random: Random) -> int:
 
 
 def draw_task(random: Random, split: str = "train", times: int | None = None) -> ArithmeticTask:
-    """A random task of the split. `times`: the task's K; None to draw K from its distribution."""
+    """A random task of the split. `times`: the task's number of additions K; None to draw K from its distribution."""
     times = times or draw_times(random)
     while True:
         task = ArithmeticTask(times, random.randrange(1, 10), random.randrange(100))
@@ -85,7 +86,7 @@ def draw_task(random: Random, split: str = "train", times: int | None = None) ->
 
 
 def tasks_of(times: int, split: str) -> list[ArithmeticTask]:
-    """Every task of the split whose K is `times`, in a fixed order."""
+    """Every task of the split with `times` additions (K), in a fixed order."""
     tasks = (ArithmeticTask(times, digit, addend) for digit in range(1, 10) for addend in range(100))
     return [task for task in tasks if split_of(task.prompt) == split]
 
@@ -116,9 +117,9 @@ def demonstration(task: ArithmeticTask, noise: Noise = CLEAN, random: Random | N
 
 
 def demonstrations(easy: int, clean: int, noisy: int, seed: int) -> Iterator[dict[str, str]]:
-    """Rows for supervised training, in training order: `easy` error-free ones of small multipliers, `clean` error-free
-    ones of every multiplier, then `noisy` ones of every multiplier with errors. These three are numbers of rows. All
-    are of the training split."""
+    """Rows for supervised training, all of the training split, in training order: `easy` rows without errors whose
+    number of additions K is 2, 3 or 4; `clean` rows without errors whose K is drawn from its whole distribution; and
+    `noisy` rows with errors, with K drawn likewise."""
     random = Random(seed)
     for count, noise, allowed_times in ((easy, CLEAN, EASY_TIMES), (clean, CLEAN, None), (noisy, HABITS, None)):
         for _ in range(count):
@@ -165,8 +166,8 @@ def row_of_task(task: ArithmeticTask) -> dict:
 
 
 def distinct_tasks(split: str, count: int, seed: int) -> list[ArithmeticTask]:
-    """`count` different tasks with K distributed as in training. Raises ConfigError if some K has too
-    few tasks."""
+    """`count` different tasks of the split, whose number of additions K is drawn from its whole distribution. Raises
+    ConfigError if the split has too few tasks with one of the drawn K."""
     random = Random(f"{split} {seed}")
     unused: dict[int, list[ArithmeticTask]] = {}
     tasks: list[ArithmeticTask] = []

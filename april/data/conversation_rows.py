@@ -38,17 +38,18 @@ class ConversationRows:
         return len(self.rows.order(self.seed, 0))
 
     def at(self, positions: Iterable[int]) -> list[tuple[int, Conversation]]:
-        """(row number, tokens) of the rows at `positions`, which count from 0 through the orders of all epochs; a row
-        that cannot be trained is left out and counted."""
+        """(row number, tokens) of the rows at `positions`: indices into the orders of all epochs, laid end to end. A
+        row that cannot be trained is left out and counted."""
         return [(number, row) for number in self.numbers(positions) if (row := self._usable(number)) is not None]
 
     def reasons(self, positions: Iterable[int]) -> list[str]:
-        """Reasons for which `at` has left out rows at these positions, one for each row left out."""
+        """Reasons ("too_long" or "bad_rows") for which `at` has left out rows at these positions, one for each row left
+        out."""
         numbers = self.numbers(positions)
         return [reason for reason, rows in self.left_out.items() for number in numbers if number in rows]
 
     def numbers(self, positions: Iterable[int]) -> list[int]:
-        """Row numbers at `positions`, which count from 0 through the orders of all epochs."""
+        """Numbers of the rows at `positions`: indices into the orders of all epochs, laid end to end."""
         orders = [divmod(position, self.per_epoch) for position in positions]
         return [int(self.rows.order(self.seed, epoch)[position]) for epoch, position in orders]
 

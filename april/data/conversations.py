@@ -61,8 +61,8 @@ def maker_of_rows(
     source: SourceSection, mapping: Mapping, prompt_as: str, tools_key: str
 ) -> Callable[[Any], DatasetRow]:
     """Create the function that converts a record to a row: messages of which the last is the assistant's, or a prompt
-    and its answer as texts. `prompt_as`: given | chat | text; `tools_key`: field with the tools. That function raises
-    BadRow."""
+    and its answer as texts. `prompt_as`: whether a text and its answer become messages: "chat": yes, "text": no,
+    "given": as the mapping says. `tools_key`: field with the tools. The created function raises BadRow."""
 
     def make(record: Any) -> DatasetRow:
         record = given_record(record, source)
@@ -108,7 +108,8 @@ def tools_of(given: Any, key: str) -> tuple[dict, ...]:
 MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Regular expression for the tag with which a chat template marks the assistant's tokens for transformers."""
 STAND_INS = "\u25a0\u25a1\u25b2\u25b3\u25cf\u25cb"
-"""Characters one of which replaces a message's text, to find out where the template prints that text."""
+"""One of these characters, which the conversation lacks, replaces a message's text, to find out where the template
+prints that text."""
 
 
 NOTHING: Message = {"role": "user", "content": ""}
@@ -191,7 +192,8 @@ class ConversationEncoder:
         )
 
     def _marked(self, messages: list[Message], row: DatasetRow) -> tuple[list[int], np.ndarray]:
-        """(token ids [T], whether each is trained: bool [T]), if the template marks the assistant's tokens."""
+        """(token ids [T], whether each is trained: bool [T]), by the marks of a template that marks the assistant's
+        tokens."""
         found = self.tokenizer.inner.apply_chat_template(
             self.tokenizer.for_template(messages), tools=list(row.tools) or None, tokenize=True, return_dict=True,
             return_assistant_tokens_mask=True, **self.options,
@@ -199,8 +201,8 @@ class ConversationEncoder:
         return found["input_ids"], np.asarray(found["assistant_masks"], bool)
 
     def _found(self, messages: list[Message], row: DatasetRow, text: str) -> tuple[list[int], np.ndarray]:
-        """(token ids [T], whether each is trained: bool [T]), if the template has no marks: by the characters at which
-        the assistant's messages begin and end in `text`."""
+        """(token ids [T], whether each is trained: bool [T]), for a template without marks: by the characters at which
+        the assistant's messages begin and end in `text`, the printed conversation."""
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         begins = [self._begin(text, messages, number, row) for number in numbers]
         ids, places = self._tokens(text, begins, numbers)
@@ -221,8 +223,8 @@ class ConversationEncoder:
 
     def _tokens(self, text: str, begins: list[int], numbers: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Tokenise `text`, in which the assistant's turns (messages `numbers`) begin at characters `begins`. Returns
-        the ids and, for each turn, (character, index of the token there, index of the turn's first token); the caller
-        counts from that character and token to the end of the turn.
+        the ids and, for each turn, (offset of a character, index of the token that begins there, index of the turn's
+        first token). From that character and token on, the caller looks for the end of the turn.
 
         The text is tokenised as a whole if each turn begins at a token boundary. Otherwise it is cut at the turns and
         tokenised piece by piece, as it is when the policy samples turns.
@@ -255,8 +257,8 @@ class ConversationEncoder:
         raise uncertain(number)
 
     def _where(self, text: str, messages: list[Message], row: DatasetRow, is_open: bool) -> int:
-        """Number of leading characters of `text` that printing `messages` alone gives; 0 if they print something
-        else."""
+        """Number of characters that `messages`, the first ones of the conversation, print as, if `text` begins with
+        these characters; otherwise 0. `is_open`: whether the prompt of the assistant's next turn is printed, too."""
         try:
             printed = self._print(messages, row, is_open)
         except Exception:  # a template may refuse a conversation without its end
@@ -264,16 +266,16 @@ class ConversationEncoder:
         return len(printed) if text.startswith(printed) else 0
 
     def _where_changed(self, text: str, messages: list[Message], number: int, row: DatasetRow) -> int:
-        """Number of leading characters of `text` that stay the same when the content of message `number` is replaced; 0
-        if the whole text stays the same."""
+        """Offset in `text`, characters, at which it changes when the content of message `number` is replaced; 0 if the
+        whole text stays the same."""
         stand_in = next((mark for mark in STAND_INS if mark not in text), "")
         changed = {**messages[number], "content": stand_in}
         printed = self._print([*messages[:number], changed, *messages[number + 1 :]], row)
         return alike(text, printed) if stand_in and printed != text else 0
 
     def _tokens_of(self, beginning: str, ids: list[int]) -> tuple[int, bool]:
-        """Tokenise `beginning`, the beginning of the text of `ids`; returns (number of leading ids that both have,
-        whether these are all tokens of `beginning`)."""
+        """Tokenise `beginning`, the first part of the text that `ids` encode. Returns (number of leading ids that its
+        tokens and `ids` have in common, whether these are all tokens of `beginning`)."""
         found = self.tokenizer.encode_prompt(beginning).tolist()
         count = alike(found, ids)
         return count, count == len(found)

@@ -45,9 +45,10 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 def mixed_order(counts: list[int], weights: list[float], seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """int64 [rows of the epoch]: row indices in the order of this epoch, into the concatenation of all sources.
 
-    A source of n rows with weight w contributes max(1, round(w * n)) rows. Its rows are drawn in passes, each pass
-    with its own order, and an epoch continues where the previous one stopped. So every row of a source is drawn equally
-    often, for any weight.
+    `counts` and `weights`: number of rows and weight of each source; `shuffle`: random order by `seed`, otherwise
+    ascending. A source of n rows with weight w contributes max(1, round(w * n)) rows. Its rows are drawn in passes,
+    each pass with its own order, and an epoch continues where the previous one stopped. So every row of a source is
+    drawn equally often, for any weight.
     """
     parts, offset = [], 0
     for source, (count, weight) in enumerate(zip(counts, weights, strict=True)):
@@ -58,7 +59,8 @@ def mixed_order(counts: list[int], weights: list[float], seed: int, epoch: int, 
 
 
 def rows_per_epoch(count: int, weight: float) -> int:
-    """Number of rows that a source of `count` rows contributes to an epoch at this `weight` (rows per own row)."""
+    """Number of rows that a source of `count` rows contributes to an epoch. `weight`: how often an epoch has each row
+    of the source, on average."""
     return max(1, round(weight * count))
 
 
@@ -155,8 +157,8 @@ class Dataset:
         return RowImage(hashlib.sha256(source).hexdigest(), "", start, len(source))
 
     def image_source(self, image: RowImage) -> bytes:
-        """The bytes of a row's image, as they are in the dataset; from any thread. Raises BadRow for a file that has
-        changed."""
+        """The bytes of a row's image, as they are in the dataset; may be called from any thread. Raises BadRow for a
+        file that has changed."""
         if not image.path:
             with self._reading_images:
                 self._images.seek(image.start)

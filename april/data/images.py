@@ -18,15 +18,15 @@ from april.data.rows import BadRow
 from april.util.text import first_line
 
 SOURCE_BYTES = 32 << 20
-"""Largest file of a picture (bytes)."""
+"""Largest file of a picture that is accepted (bytes)."""
 SOURCE_PIXELS = 64 << 20
 """Most pixels of a picture before it is resized: a small file can unpack into gigabytes."""
 PROMPT_IMAGES = 64
-"""Most images of a prompt."""
+"""Largest number of images that a prompt may have."""
 ASPECT_RATIO = 200
 """Largest ratio of a picture's longer to its shorter side; Qwen's image processors have the same limit."""
 PNG_BYTES = 64 << 20
-"""Largest prepared file (bytes)."""
+"""Largest file of a prepared image that is accepted (bytes)."""
 PNG_HEAD_BYTES = 24
 """Number of bytes at the start of a PNG file that include its width and height."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -138,7 +138,8 @@ def prepare(source: bytes, rule: ImageRule) -> PreparedImage:
 
 def check_prepared(png: bytes, rule: ImageRule | None) -> None:
     """Check the file of an image that another process has prepared: a whole PNG, RGB with 8 bits a value, of a size
-    that `rule` keeps. Its values are not decoded. Raises BadRow."""
+    that `rule` keeps. Its values are not decoded. `rule`: None if the policy takes no images, so that any is refused.
+    Raises BadRow."""
     if rule is None:
         raise BadRow(NO_IMAGES)
     try:

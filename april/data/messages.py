@@ -18,9 +18,11 @@ TEXT_TYPES = ("text", "input_text", "output_text")
 IMAGE = "image"
 """Type of content parts that are images, in canonical messages."""
 ALIASES = {"developer": "system", "observation": "tool"}
-"""Role -> the name that most chat templates have for it. It is replaced unless the template names the role itself."""
+"""Role -> the name that most chat templates have for that role. The role is renamed so unless the template contains its
+own name."""
 STAND_IN = "zqxjzqxj"
-"""A text that no chat template contains, to see whether a message is printed at all."""
+"""Text that replaces a message's content, to see whether the template prints the message at all; no chat template
+contains it."""
 PLAIN = re.compile(r"[A-Za-z0-9 ]+")
 """Regular expression for characters that JSON escapes neither once nor twice, so that they can be found in any
 template's output."""
@@ -57,7 +59,8 @@ def normalized(message: Any) -> Message:
 
 
 def content_of(content: Any) -> str | list[Message]:
-    """The text of a message's content, or its texts and images as parts in order. Raises BadMessages for others."""
+    """The text of a message's content, or its texts and images as parts in order. Raises BadMessages for parts of other
+    types."""
     parts = content if isinstance(content, list) else []
     if not any(isinstance(part, dict) and part.get("type") == IMAGE for part in parts):
         return text_of(content)
@@ -117,8 +120,9 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
 
 
 def check_distinct(messages: list[Message], template: str, render: Callable[[list[Message]], str]) -> None:
-    """For each message whose text also occurs in the chat template itself, check that it is printed, by printing
-    another text in its place. `render`: function that prints messages in the template. Raises BadMessages."""
+    """Check that the chat template prints each message whose text also occurs in the source of the template. For this
+    another text is printed in the message's place, and looked for. `render`: function that prints messages in the
+    template. Raises BadMessages."""
     own = _squeezed(template)
     for number, message in enumerate(messages):
         said = "".join(texts_of(message))
@@ -197,7 +201,8 @@ def _arguments(message: Message) -> list[str]:
 
 def _spellings(said: str, keeps_thoughts: bool) -> list[str]:
     """Forms in which a template may print a text, without white space: as it is, as JSON, or without the thoughts.
-    `keeps_thoughts`: the last form is not allowed, as in the last message."""
+    `keeps_thoughts`: whether thoughts have to be printed, as in the last message, so that the form without them is left
+    out."""
     texts = [said] if keeps_thoughts else [said, THOUGHTS.sub("", said)]
     escaped = [json.dumps(text, ensure_ascii=ascii_only)[1:-1] for text in texts for ascii_only in (False, True)]
     return [_squeezed(text) for text in (*texts, *escaped)]

@@ -70,7 +70,7 @@ class PixelReader:
         return [(values - np.float32(mean)) / np.float32(std) for mean, std in zip(self.mean, self.std, strict=True)]
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
-        """Number of tokens of an image with this grid."""
+        """Number of tokens of an image with this grid: (1, height, width) in patches."""
         return grid[1] * grid[2] // self.merge**2
 
 

@@ -81,7 +81,7 @@ BATCH_ROWS = 256
 JSON_LINES, JSON, PARQUET, ARROW = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".arrow",)
 KINDS = (JSON_LINES, JSON, PARQUET, ARROW)
 SPLITS = ("train", "test", "validation", "val", "valid", "dev", "eval", "heldout")
-"""Names of dataset files without a shard number, extension left out, that denote a split."""
+"""File names, extension left out, that denote a split in a dataset whose files have no shard numbers."""
 SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<total>\d+)(-\w+)?")
 HUB_FILES = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 """Metadata files in folders of the `datasets` library."""
@@ -105,7 +105,7 @@ Record = tuple[str, Any]
 
 
 def read_records(files: Iterable[Path], columns: set[str]) -> Iterator[Record]:
-    """All records of files. `columns`: the needed fields; others may be left out.
+    """All records of files. `columns`: names of the needed fields; a record may lack its other fields.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -153,8 +153,8 @@ def files_at(path: Path) -> list[Path]:
 
 
 def checked(path: Path, files: list[Path], splits: Sequence[str] = ()) -> list[Path]:
-    """The files of a folder's dataset, which must be of one kind and of one split, with all shards. Raises
-    ConfigError."""
+    """Check that `files`, those of the dataset in the folder `path`, are of one kind and of one split, with all shards,
+    and return them. `splits`: the splits that their names denote. Raises ConfigError."""
     if len({kind_of(file) for file in files}) > 1:
         raise ConfigError(f"dataset {path} is a folder with files of several kinds; give one of them")
     if len(splits) > 1:
@@ -264,8 +264,8 @@ def read_arrow(file: Path, columns: set[str]) -> Iterator[Record]:
 
 
 def present(names: list[str], columns: set[str]) -> list[str]:
-    """The columns to read, of the `names` in a file: the needed `columns`, or all if the prompt or label may be
-    missing, so that the error can list them."""
+    """The columns to read, of the `names` in a file: the needed `columns`, or all of `names` if the prompt or the label
+    seems to be missing, so that the error can list what there is."""
     found = [name for name in names if name in columns]
     return found if len(set(found) - {"reward", "images", "image"}) >= 2 else names
 

@@ -43,10 +43,11 @@ def find_images(record: Any, mapping: Mapping) -> list[Any]:
 def with_images(
     row: DatasetRow, column: list[Any], prompt_as: str, folder: Path, store: Callable[[bytes], RowImage]
 ) -> DatasetRow:
-    """The row with its images, and with a part for each in its messages.
+    """The row with its images, and with a message part for each of them. Without images the row is returned unchanged.
 
     `column`: the images of the record's image column; `folder`: image paths are relative to it; `store`: stores the
-    bytes of an image that is not a file. Without images the row is returned unchanged. Raises BadRow.
+    bytes of an image that is not a file. `prompt_as`: value of `data.prompt_as`; with "text", which would lose images,
+    a row that has some is refused. Raises BadRow.
     """
     if isinstance(row.prompt, str) and not column:
         return row

@@ -14,7 +14,7 @@ from april.util.registry import registry_of
 from april.util.text import GROUP_REWARD, takes_row_prompt
 
 LABEL_CHARACTERS = 200_000
-"""Longest label (characters); a label is sent with every sample of its prompt."""
+"""Largest number of characters that a label may have; a label is sent with every sample of its prompt."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 """Message roles that chat templates know; most templates silently drop others."""
 MISSING = object()
@@ -62,7 +62,8 @@ def make_row(
     prompt_as: str = "given",
     allowed: Collection[str] = (),
 ) -> DatasetRow:
-    """Convert a record to a dataset row. `reward`: verifier that overrides the record's; `prompt_as`: given | chat |
+    """Convert a record to a dataset row. `reward`: verifier that overrides the record's; `prompt_as`: "chat" makes a
+    text a user message, "text" joins messages to one text, and "given" keeps messages and lets the mapping decide on a
     text; `allowed`: verifiers that a record may name; empty: the shipped ones.
 
     Raises BadRow.
@@ -166,7 +167,8 @@ def text_of(message: dict) -> str:
 
 
 def row_prompt(row: DatasetRow, rewards: Iterable[str]) -> str:
-    """The row's prompt as JSON, if one of the named rewards needs it besides the text; otherwise ""."""
+    """The row's prompt (text or messages) as JSON if one of the verifiers named in `rewards` takes it in this form,
+    besides the rendered text; otherwise ""."""
     return orjson.dumps(row.prompt).decode() if row.prompt and any(map(takes_row_prompt, rewards)) else ""
 
 

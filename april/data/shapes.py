@@ -79,7 +79,7 @@ def mask_of(shape: str) -> np.ndarray:
 
 
 def draw_tasks(split: str, random: Random) -> Iterator[CountingTask]:
-    """Endless tasks of a split."""
+    """An endless sequence of random tasks of a split, "train" or "heldout"."""
     while True:
         cells = "".join("." if random.random() < EMPTY_SHARE else random.choice("RGB") for _ in range(SIDE * SIDE))
         kinds = "".join(str(random.randrange(len(SHAPES))) for _ in cells)

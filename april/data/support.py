@@ -17,7 +17,7 @@ class Support:
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "Support":
-        """Supports from each token's ids, int32; at least one token."""
+        """The supports of one or more tokens. `rows`: for each token the ids that it was drawn from, int32."""
         return cls(np.fromiter(map(len, rows), np.int32, len(rows)), np.concatenate(rows))
 
     @classmethod

@@ -153,7 +153,8 @@ class Tokenizer:
         return with_text_arguments(messages) if has_calls and self._takes_text_arguments(template) else messages
 
     def _takes_text_arguments(self, template: str | None) -> bool:
-        """Whether a chat template prints the arguments of tool calls as JSON only if they are given as such."""
+        """Whether a chat template prints the arguments of tool calls as JSON only if they are given as JSON text, not
+        as objects."""
 
         def printed(arguments: Any) -> str:
             call = {"type": "function", "function": {"name": "try", "arguments": arguments}}
@@ -169,7 +170,8 @@ class Tokenizer:
         return self._text_arguments[source]
 
     def _prefix(self, bos: bool | None) -> list[int]:
-        """Ids that are put before a text prompt; `bos` as in `encode_prompt`."""
+        """Ids that are put before a text prompt. `bos`: whether that is the beginning-of-sequence token; None: as
+        transformers does by default."""
         if bos is None:
             return self._default_prefix
         if bos and self.inner.bos_token_id is None:

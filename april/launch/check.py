@@ -186,8 +186,8 @@ def check_source(source: SourceSection) -> None:
 
 
 def check_own_engine(config: Config, device: str) -> None:
-    """Have a user's engine that computes in the worker generate for a tiny model. Raises ConfigError, and NotTried for
-    one that may need an accelerator, or another model."""
+    """Have a user's engine that computes in the worker generate for a tiny model on `device`. Raises ConfigError, and
+    NotTried for one that may need an accelerator, or another model."""
     name = config.worker.engine
     if not ENGINES.find(name).in_process:
         return
@@ -205,7 +205,8 @@ def check_own_engine(config: Config, device: str) -> None:
 
 
 def check_own_schedule(schedule: ScheduleSection) -> None:
-    """Run a user's schedule on small batches in which nothing fails. Raises ConfigError for a schedule that stalls."""
+    """Run a user's schedule on small simulated batches, without failures. Raises ConfigError for a schedule that
+    stalls."""
     try:
         try_schedule(schedule)
     except AssertionError as error:
@@ -234,9 +235,9 @@ def check_learner_parts(config: Config) -> bool:
 
 
 def try_objective(config: Config, device: str) -> None:
-    """Compute the loss of two small groups, and its gradient, as a learner does. Raises ConfigError for an exception in
-    a user's part, for a result of the wrong kind, and for a loss that is not finite; NotTried for a part that may need
-    an accelerator."""
+    """Compute the loss of two small groups, and its gradient, on `device`, as a learner does. Raises ConfigError for an
+    exception in a user's part, for a result of the wrong kind, and for a loss that is not finite; NotTried for a part
+    that may need an accelerator."""
     import torch
 
     from april.learner.batch import TrainingBatch, TrainSample
@@ -346,8 +347,8 @@ def check_has_device(error: Exception, part: str, device: str, configured: str) 
 
 
 def try_apart(trial: Callable[..., None], config: Config, found: Findings, subject: str) -> None:
-    """Make a trial in a process of its own, since it needs torch or an accelerator. `found` gets what the trial objects
-    to as an error, and as a warning that `subject`, the thing tried, could not be tried."""
+    """Make a trial in a process of its own, since it needs torch or an accelerator. What the trial objects to is added
+    to `found` as an error; that it could not be made, as a warning about `subject`, what is tried."""
     words = python_command("-c", TRIAL, trial.__name__)
     env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     try:
@@ -365,8 +366,8 @@ def try_apart(trial: Callable[..., None], config: Config, found: Findings, subje
 
 
 def tell_objections() -> None:
-    """Program of a trial's process: make the trial that the first argument names, with the configuration from stdin, on
-    the accelerator, and print the `Findings` as JSON."""
+    """Program of a trial's process: make the trial, a function of this module, that the first argument names, with the
+    configuration from stdin, on the accelerator, and print the `Findings` as JSON."""
     add_import_folders()
     config, found, trial = validate(tomllib.loads(sys.stdin.read())), Findings(), globals()[sys.argv[1]]
     if trial in (check_models, check_engine_model):
@@ -413,7 +414,8 @@ def check_agent(config: Config) -> None:
 
 
 def check_devices(config: Config, devices: Sequence[str]) -> None:
-    """Raises ConfigError unless the accelerators suffice for the configured devices; `auto` also accepts none."""
+    """Raises ConfigError unless the accelerators suffice for the configured devices; with the device `auto`, none need
+    to be there."""
     check_nodes(config, place_parts(config, devices), numa_nodes(devices))
 
 

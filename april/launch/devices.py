@@ -34,8 +34,8 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def place_parts(config: Config, devices: Sequence[str]) -> dict[str, list[str]]:
-    """Assign accelerators as `assign_devices` does; empty if the devices are `auto` and none is found. Raises
-    ConfigError if there are too few."""
+    """Names of the accelerators of the learner and of each worker, by part name, out of `devices`; empty if none is
+    needed, or if the configured devices are `auto` and there are none. Raises ConfigError if there are too few."""
     ranks, per_worker = devices_wanted(config)
     required = (ranks and config.learner.device == "cuda") or (per_worker and config.worker.device == "cuda")
     if not (ranks or per_worker) or not (devices or required):
@@ -55,16 +55,16 @@ def place_parts(config: Config, devices: Sequence[str]) -> dict[str, list[str]]:
 
 
 def needed_devices(config: Config) -> int:
-    """Number of accelerators that a run needs. Two ranks or two workers never share one; a rank and a worker may, see
-    devices.share."""
+    """Number of accelerators that a run needs. Two ranks or two workers never share one; a rank and a worker share one
+    if `devices.share` is set."""
     ranks, per_worker = devices_wanted(config)
     for_workers = config.worker.count * per_worker
     return max(ranks, for_workers) if config.devices.share else ranks + for_workers
 
 
 def assign_devices(config: Config, devices: Sequence[str]) -> dict[str, list[str]]:
-    """Accelerators of the learner and of each worker, by part name. Workers start after the learner's accelerators, or
-    at the first one with devices.share."""
+    """Names of the accelerators of the learner and of each worker, by part name, out of `devices`. Workers start after
+    the learner's accelerators, or at the first one with devices.share."""
     ranks, per_worker = devices_wanted(config)
     begin = 0 if config.devices.share else ranks
     placed = {"learner": list(devices[:ranks])} if ranks else {}
@@ -134,7 +134,8 @@ def device_uuids() -> list[str]:
 
 
 def check_nodes(config: Config, placed: Mapping[str, Sequence[str]], nodes: Mapping[str, int]) -> None:
-    """Raises ConfigError if worker.one_numa_node is set and a worker's accelerators are on several NUMA nodes."""
+    """Raises ConfigError if worker.one_numa_node is set and a worker's accelerators are on several NUMA nodes.
+    `placed`: names of accelerators by part; `nodes`: NUMA node by accelerator."""
     for part, devices in placed.items() if config.worker.one_numa_node else ():
         if part != "learner" and len(found := nodes_of(devices, nodes)) > 1:
             refuse(
@@ -174,7 +175,8 @@ def environment_of(devices: Sequence[str]) -> dict[str, str]:
 
 
 def describe_placement(placed: Mapping[str, Sequence[str]], nodes: Mapping[str, int]) -> list[str]:
-    """One line per part with its accelerators and NUMA nodes. `nodes`: from `numa_nodes`."""
+    """One line per part with its accelerators and their NUMA nodes. `placed`: names of accelerators by part; `nodes`:
+    NUMA node by accelerator."""
     lines = []
     for part, devices in placed.items():
         found = nodes_of(devices, nodes)

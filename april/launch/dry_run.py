@@ -97,7 +97,7 @@ def count_of(parameters: int) -> str:
 
 
 def describe_source(source: SourceSection, verifier: str) -> str:
-    """A line about a source of prompts. `verifier`: the name of the run's own (`reward.name`)."""
+    """A line about a source of prompts. `verifier`: name of the run's default verifier (`reward.name`)."""
     weight = "" if source.weight == 1 else f", {source.weight:g} times an epoch"
     budget = f", at most {source.max_response_tokens} tokens a response" if source.max_response_tokens else ""
     split = f" ({', '.join(filter(None, (source.configuration, source.split)))})" if source.split else ""
@@ -106,7 +106,7 @@ def describe_source(source: SourceSection, verifier: str) -> str:
 
 
 def describe_conversations(config: Config) -> dict[str, str]:
-    """A line about the sources of kind sft, if there are any."""
+    """A line about the sources of kind sft, by its label; empty if there are no such sources."""
     lines = [
         f"{source.sft_rows} rows of {source.named()} a batch, {source.sft_weight:g} times their loss"
         for source in config.data.sft_sources.values()

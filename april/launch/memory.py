@@ -172,13 +172,15 @@ HEAD_BYTES = 12
 """Temporary bytes per parameter of the output head: bfloat16 weight and gradient, and two float32 copies of the
 gradient."""
 BLOCK_LOGITS = 1 << 27
-"""Maximum number of logits in a block: `LOGITS_PER_ACCELERATOR_CHUNK` of `april/learner/head.py`."""
+"""Maximum number of logits that the learner's output head computes at a time, as a block:
+`LOGITS_PER_ACCELERATOR_CHUNK` of `april/learner/head.py`."""
 LOGIT_BYTES = 12
 """Bytes per logit of a block: logit, log-probability, and the loss's temporaries."""
 CONTEXT_BYTES = GIB
-"""Memory of the CUDA context, its libraries, and fragmentation."""
+"""Estimated memory of the CUDA context, its libraries, and fragmentation (bytes)."""
 RELEASED_SERVER_BYTES = 2 << 30
-"""Memory that a server keeps after it has released weights and cache: its context and its allocator's reserve."""
+"""Estimated memory that an inference server keeps after it has released weights and cache (bytes): its context and its
+allocator's reserve."""
 
 
 @dataclass(frozen=True)
@@ -276,8 +278,8 @@ def pass_tokens(config: Config) -> int:
 
 
 def divide(config: Config, shape: ModelShape, total_bytes: float) -> MemoryPlan:
-    """Plan for an accelerator of `total_bytes`. Raises ConfigError if the rest is too small for weights and one
-    response."""
+    """Plan for an accelerator of `total_bytes`. Raises ConfigError if what the learner leaves is too small for the
+    engine's weights and the KV cache of one response."""
     outside = shape.parameters - shape.layers * shape.layer - shape.head
     states, activations = states_bytes(config, shape), activations_bytes(config, shape)
     head, gathered = head_bytes(config, shape), gathered_bytes(config, shape.layer, outside)

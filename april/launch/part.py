@@ -91,8 +91,10 @@ def supervise_part(
     learner_node: LearnerNode | None = None,
     accelerators: str = "",
 ) -> int:
-    """Run a part until it ends; returns its exit status. `restarts`: maximum number of consecutive restarts; None: as
-    configured. `accelerators`: span FIRST:END of the visible accelerators; empty: all. Raises ConfigError."""
+    """Run a part until it ends; returns its exit status. `arguments`: configuration files and overrides for the part;
+    `connect`: the broker's address or the run folder; `name`: the part's name, empty: that of its role. `restarts`:
+    maximum number of consecutive restarts; None: as configured. `accelerators`: span FIRST:END of the visible
+    accelerators; empty: all. Raises ConfigError."""
     if role != "broker" and not connect:
         refuse("--connect", None, "is not given", "name the broker as tcp://HOST:PORT, or the run's folder")
     sections = {"broker": config.broker, "learner": config.learner, "scorer": config.scorer, "agents": config.agent}
@@ -129,9 +131,9 @@ class PartSupervisor:
         leave_s: float = LEAVE_S,
         devices: Sequence[str] = (),
     ):
-        """`say`: prints a line. `run_dir`: folder with the broker's address file, which is watched for changes; None:
-        the address is fixed. `leave_s`: longest wait for the program after a request to stop. `devices`: accelerators
-        visible to the program; empty: all."""
+        """`say`: prints a line. `threads`: OMP_NUM_THREADS of the program. `run_dir`: folder with the broker's address
+        file, which is watched for changes; None: the address is fixed. `leave_s`: longest wait for the program after a
+        request to stop. `devices`: accelerators visible to the program; empty: all."""
         self.name, self.command, self.max_restarts, self.say = name, list(command), max_restarts, say
         self.address_file = run_dir / ADDRESS_FILE if run_dir else None
         own = {SUPERVISED: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
@@ -163,12 +165,14 @@ class PartSupervisor:
                 signal.signal(number, handler)
 
     def _passes(self, status: int) -> bool:
-        """Whether a refusal (exit status REFUSED) may be temporary, as while the broker starts again or a disk does not
-        answer: it came soon after a restart of a program that has worked. The next try costs one of the restarts."""
+        """Whether the exit status `status` is a refusal (REFUSED) that may be temporary: it came soon after a restart
+        of a program that has worked before. The broker may be starting again, or a disk may not answer. The next start
+        counts as one of the restarts."""
         return status == REFUSED and self._starts > 1 and clock.now() - self._began < STEADY_S
 
     def _run_once(self) -> int:
-        """Run the program once; returns its exit status, or STEPPED_ASIDE if it was ended to follow the broker."""
+        """Run the program once; returns its exit status, or STEPPED_ASIDE if this supervisor has ended it because the
+        broker has moved to another address."""
         self._began, address = clock.now(), self._address()
         self._starts += 1
         self._child = subprocess.Popen(self.command, env=self.environment, start_new_session=True)
@@ -196,7 +200,8 @@ class PartSupervisor:
         return ended if moved_at is None else STEPPED_ASIDE
 
     def _wait_for_restart(self, status: int) -> bool:
-        """Wait for the delay before a restart; returns whether to restart."""
+        """Wait for the delay before a restart; returns whether to restart. `status`: exit status of the program, which
+        has ended."""
         if status == STEPPED_ASIDE:
             return True
         if self.restarts >= self.max_restarts:

@@ -44,8 +44,8 @@ class Change:
     keys: Mapping[str, Any]
     """New values, by key."""
     cost: float
-    """Rank of the change by its price: first changes that slow a step down, then those that need more accelerators,
-    then those that change what is trained."""
+    """Number by which changes are ordered, the cheapest first: changes that slow a step down or round the optimizer's
+    moments have the lowest ones, then come those that round weights, then those that need more accelerators."""
     price: str
     """Price of the change in words."""
 
@@ -74,7 +74,8 @@ class Needs:
 
     @property
     def least(self) -> float:
-        """Least memory with which the run can work (bytes): an engine needs a cache for one response."""
+        """Least memory that each accelerator must have for the run to work (bytes): an engine needs a cache for one
+        response."""
         learner, engine = sum(self.learner.values()), sum(self.engine.values())
         return learner + engine if self.shared and not self.time_shared else max(learner, engine)
 

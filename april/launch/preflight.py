@@ -42,8 +42,9 @@ def examine(
 ) -> Findings:
     """Make all checks of a configuration: requirements, rows, and one call of each user-defined function.
 
-    `devices`: names of the accelerators; `patience_s`: time for grading beyond the first row of each verifier;
-    `everything`: render the prompts of all rows, however long that takes; `has_learner`: as for `check_run`.
+    `devices`: names of the accelerators; `patience_s`: time for grading further rows than the first of each verifier
+    (seconds); `everything`: render the prompts of all rows, however long that takes; `has_learner`: whether April's
+    learner trains, not a trainer of the user's.
     """
     found, shape = Findings(), read_shape(config.model.path)
     with Rehearsal(config, found) as rehearsal:
@@ -107,7 +108,7 @@ def lock_run_folder(config: Config) -> Iterator[None]:
 
 def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
     """Check that the named run can be resumed; returns one line per changed key and per accepted loss. `accept_loss`:
-    continue with a journal that is damaged or has lost its end; what it lost is an accepted loss. Raises
+    also accept a journal that is damaged or has lost its end; what is gone is then an accepted loss. Raises
     ConfigError."""
     run_dir = config.run_dir
     try:
@@ -185,7 +186,8 @@ def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
 
 
 def note_resume(run_dir: Path, notes: list[str]) -> None:
-    """Append this resume and its changed keys to resumes.jsonl, for the report. `notes`: from `check_resume`."""
+    """Append this resume and its changed keys to resumes.jsonl, for the report. `notes`: the lines that `check_resume`
+    has returned."""
     changed = [line.removeprefix(CHANGED) for line in notes if line.startswith(CHANGED)]
     line = {"time": time.time(), "step": read_summary(run_dir / "summary.json").get("steps", 0), "changed": changed}
     with (run_dir / "resumes.jsonl").open("ab") as file:
@@ -222,8 +224,8 @@ def trained_nothing(config: Config) -> str:
 
 
 def mark_ended(run_dir: Path, state: str, why: str = "") -> None:
-    """Correct summary.json if the broker could not: replace the state "running" by `state`, and add the failure's
-    reason."""
+    """Correct summary.json if the broker could not: replace the state "running" by `state`, and add the reason `why` of
+    a failure."""
     path = run_dir / "summary.json"
     summary = read_summary(path)
     ended = summary | ({"failure": why} if why else {})

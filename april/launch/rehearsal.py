@@ -48,7 +48,7 @@ SESSION_KEY = 1
 NO_GROUP = -1
 """Group id that tells a program that this session is no sample of a run."""
 FIRST_REQUEST_S = 60.0
-"""Longest wait for the program's first request; after that, its own work may legitimately take long."""
+"""Longest wait for the program's first request (seconds); after that, its own work may legitimately take long."""
 AGENT_POLL_S = 0.02
 LOG_CHARACTERS = 2000
 
@@ -145,7 +145,7 @@ POLL_S = 0.001
 MAX_QUEUED_ROWS = 64
 """Maximum number of rows queued for a verifier; further rows are prepared later."""
 FILTER_TIMEOUT_S = 10.0
-"""Longest call of a filter: it blocks the broker's loop."""
+"""Time limit of one call of a filter (seconds); in a run such a call blocks the broker's loop."""
 WRONG_RESPONSE = "I do not know."
 """Response that is given to verifiers to see whether they give feedback."""
 REWARD_MEND = "return a number, or a number and a dictionary of numbers"
@@ -181,7 +181,8 @@ class Rehearsal:
         self.environment.close()
 
     def try_rows(self, rows: list[InspectedRow], tokenizer: Tokenizer, patience_s: float) -> None:
-        """Try all functions and record the results: a failure on every row is an error, on some rows a warning."""
+        """Try all functions and record the results: a failure on every row is an error, on some rows a warning.
+        `patience_s`: time for grading further rows than the first of each verifier (seconds)."""
         state = self._ask_environment(rows[0])
         by_verifier: dict[str, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
@@ -310,8 +311,8 @@ class Rehearsal:
     # --- agents, environment and filters --------------------------------------------------------------------------
 
     def _ask_environment(self, row: InspectedRow) -> bytes | None:
-        """Try the environment with the reference answer as the turn; returns its final state if that ends the
-        response."""
+        """Try the environment with the row's reference answer as the policy's turn. Returns the environment's final
+        state if its answer ends the response, otherwise None."""
         section = self.config.environment
         if not section.name or f"{ENVIRONMENTS.key!r}" in "".join(self.found.errors):
             return None
@@ -338,7 +339,7 @@ class Rehearsal:
 
     def _run_agent(self, row: InspectedRow, tokenizer: Tokenizer, patience_s: float) -> None:
         """Try the agent's program. A failure after a reply of the policy is only a warning: the real policy gives other
-        replies."""
+        replies. `patience_s`: longest wait for the program's end after its first request (seconds)."""
         agent = self.config.agent
         if not (agent.program or agent.command) or "'agent." in "".join(self.found.errors):
             return
@@ -356,7 +357,8 @@ class Rehearsal:
             self.found.facts["agent"] = f"{asked}; {returned if outcome.is_over else 'it is still at work'}"
 
     def _ask_filters(self, score: Score | None) -> None:
-        """Try the filters on a group in which half of the rewards are 1 and half 0."""
+        """Try the filters on a group in which half of the rewards are 1 and half 0. `score`: its details become those
+        of the group's samples; None: they have none."""
         n = self.config.schedule.n_samples_per_prompt
         rewards = [float(index % 2) for index in range(n)]
         details = dict(score.details) if score else {}

@@ -38,7 +38,7 @@ class InspectedRow(NamedTuple):
 
 
 def rows_of(dataset: Dataset, sources: Sequence[SourceSection]) -> Iterable[tuple[str, int, DatasetRow]]:
-    """(location, number of the source, row) of the first rows and the last row."""
+    """(location, number of the source, row) of the first `FIRST_ROWS` rows of a dataset and of its last row."""
     numbers = list(range(min(len(dataset), FIRST_ROWS))) + ([len(dataset) - 1] if len(dataset) > FIRST_ROWS else [])
     return located(dataset, sources, numbers)
 

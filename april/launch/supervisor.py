@@ -152,7 +152,7 @@ class Part:
             self.wait(KILL_S)
 
     def note_work(self, now: float) -> None:
-        """Note that the part is at work; after `STEADY_S` of work, its count of restarts is reset."""
+        """Note that the part is at work; after `STEADY_S` seconds of work, its count of restarts is reset."""
         self.at_work_since = now if self.at_work_since is None else self.at_work_since
         if now - self.at_work_since >= STEADY_S:
             self.restarts = 0
@@ -495,5 +495,6 @@ class Supervisor:
 
 
 def is_working(holder: dict | None) -> bool:
-    """Whether a part is connected to the broker and, if it is a worker, generates tokens."""
+    """Whether a part, given by its entry in the broker's status, is connected and, if it is a worker, generates
+    tokens."""
     return holder is not None and bool(holder.get("tokens_per_s", 1))

@@ -19,7 +19,7 @@ from april.wire.security.keys import load_keys
 log = logging.getLogger(__name__)
 
 LEARNER_PARTS = [key for key in REGISTRIES if key.startswith(("learner.", "algorithm.", "weights."))]
-"""Configuration keys that name parts which the learner imports."""
+"""Configuration keys whose values name classes or functions that the learner imports, among them a user's own."""
 
 HELP = """Trains batches from the broker and publishes the weights to the workers.
 Rank 0 talks to the broker and to the workers; all ranks share the step. A run that has checkpoints goes on

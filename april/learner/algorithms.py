@@ -26,7 +26,7 @@ from april.learner.objective import Objective, Prepared, TrainMicroBatch
 
 @dataclass(frozen=True, eq=False)
 class ReadyBatch:
-    """A batch prepared for this rank: advantages, plan, and micro-batches on its device."""
+    """A batch prepared for this rank: its advantages, and this rank's micro-batches on the rank's device."""
 
     prepared: Prepared
     minibatches: list[list[TrainMicroBatch]]
@@ -44,7 +44,8 @@ class ReadyBatch:
         return [micro for minibatch in self.minibatches for micro in minibatch]
 
     def split_by_minibatch(self, micros: list[TrainMicroBatch]) -> list[list[TrainMicroBatch]]:
-        """Split `micros`, updated copies of this batch's micro-batches in order, by minibatch."""
+        """Divide `micros`, updated copies of all micro-batches of this batch in their order, into one list for each
+        optimizer step, as `minibatches` does."""
         rest = iter(micros)
         return [[next(rest) for _ in minibatch] for minibatch in self.minibatches]
 
@@ -53,7 +54,7 @@ class Algorithms:
     """The objectives of a run, and which of them trains the samples of each source."""
 
     def __init__(self, config: Config, ranks: Ranks | None = None):
-        """`ranks` as for Objective. Raises ConfigError."""
+        """`ranks` share a batch; None: all ranks of the default process group. Raises ConfigError."""
         configs = divided(config)
         self.objectives = [Objective(each, ranks) for each in configs.values()]
         """The objective of `[algorithm]`, then those of sources that have their own."""
@@ -61,13 +62,13 @@ class Algorithms:
         self.of_source = [numbers.get(source, 0) for source in range(max(1, len(config.data.prompt_sources)))]
         """Index in `objectives` of the objective of each source, by the number of the source."""
         self.used = [self.objectives[number] for number in sorted({*self.of_source})]
-        """The objectives that train samples."""
+        """Those of `objectives` that train the samples of at least one source."""
         self.passes = list(dict.fromkeys(scoring for each in self.used for scoring in each.passes))
-        """The scoring passes that any of these objectives needs."""
+        """The scoring passes (forward passes over a whole batch before its first step) that any of `used` needs."""
         turn_rewards = {self.objectives[number].section.turn_reward for number in self.of_source}
         self.turn_reward = turn_rewards.pop() if len(turn_rewards) == 1 else ""
-        """The token score that is the reward of turns in all sources; "" if sources differ, since metrics of turns are
-        then by source alone."""
+        """Name of the token score that is the reward of turns, if it is the same in all sources. Otherwise "": metrics
+        of turns are then reported for each source alone."""
 
     def prepare(self, batch: TrainingBatch) -> Prepared:
         """Advantages, token weights, minibatches and metrics of a batch; a pure function of batch and configuration."""
@@ -80,8 +81,8 @@ class Algorithms:
         return prepared
 
     def joined(self, batch: TrainingBatch, of_groups: Sequence[int]) -> Prepared:
-        """One `Prepared` of a batch whose parts were each prepared by the objective of their groups; `of_groups`: index
-        in `objectives` of the objective that trains each group."""
+        """One `Prepared` of a whole batch, joined from its parts: the groups of each objective are prepared by that
+        objective. `of_groups`: for each group the index in `objectives` of the objective that trains it."""
         minibatches = np.array(self.objectives[0].minibatches(batch), np.int64)
         group_of_row = np.repeat(np.arange(len(batch.groups)), [len(group) for group in batch.groups])
         batch_advantages = np.zeros(len(group_of_row))

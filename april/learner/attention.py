@@ -49,8 +49,8 @@ class Reach:
     chunk. None: not divided."""
 
     def squares(self, length: int) -> int:
-        """Work of causal attention over a sequence of `length` tokens, where a pair of tokens counts 2: `length**2` if
-        every token sees all earlier ones."""
+        """Work of causal attention over a sequence of `length` tokens: twice the number of pairs of a token and an
+        earlier one that it sees, about. It is `length**2` if every token sees all earlier ones."""
         if self.chunk is not None:
             return length // self.chunk * self.chunk**2 + (length % self.chunk) ** 2
         return length**2 - max(0, length - (self.window or length)) ** 2
@@ -195,7 +195,8 @@ def check_supported(
 
 
 def check_exchanged(query: Tensor, position_bias: Tensor | None, ranks: int) -> None:
-    """Raises PackedAttentionError for attention whose heads cannot be exchanged for tokens among this many ranks."""
+    """Raises PackedAttentionError if context parallelism cannot exchange a layer's heads for tokens: if the layer has a
+    `position_bias`, or if its number of query heads is no multiple of `ranks`, the number of ranks that share a row."""
     if position_bias is not None:
         raise PackedAttentionError("the layer's bias is of the places in a row, of which a rank sees only its own")
     if query.shape[1] % ranks:

@@ -32,7 +32,7 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def ranks(self) -> int:
-        """C, the number of these ranks."""
+        """C, the number of ranks that share a row."""
 
     @abstractmethod
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -132,8 +132,8 @@ def each_sequence(
 
 
 def bias_of(bias: Tensor, start: int, length: int) -> Tensor:
-    """The part of a bias [1, H, T, T] for the sequence of `length` tokens that begins at token `start` of the row;
-    dimensions of 1 stay."""
+    """The part of a bias [1, H, T, T] for the sequence of `length` tokens that begins at token `start` of the row. Of
+    the last two dimensions, one of size 1 (the same bias for all tokens) keeps that size."""
     for dim in (-2, -1):
         if bias.shape[dim] != 1:
             bias = bias.narrow(dim, start, length)
@@ -258,12 +258,13 @@ def flash_kernels(
 
 
 class WithSinks(torch.autograd.Function):
-    """Attention with a sink a head, by a kernel that knows of none.
+    """Attention with one sink for each head, by a kernel that has no sinks itself.
 
-    query [T, H, D], key and value [T, H_kv, D], sinks [H] -> [T, H, D]. `forward(q, k, v, sums=True)` gives the output
-    without sinks and the logarithms of its sums of exponentials, [H, T]; `backward(gradient, q, k, v, output, sums)`
-    the gradients. Given output and sums with the sinks in them, the latter computes the gradients with sinks, since it
-    recomputes probabilities from the sums. A kernel's own autograd would lose the gradient that passes by its sums.
+    query [T, H, D], key and value [T, H_kv, D], sinks [H] -> [T, H, D]. The kernel's `forward(q, k, v, sums=True)`
+    gives the output without sinks, and the logarithms of the softmax's sums of exponentials, [H, T]. Its
+    `backward(gradient, q, k, v, output, sums)` gives the gradients. Passed an output and sums that include the sinks,
+    that `backward` computes the gradients with sinks, since it recomputes probabilities from the sums. A kernel's own
+    autograd would lose the gradient that flows through the sums.
     """
 
     @staticmethod
@@ -317,7 +318,8 @@ def compiled_flex() -> Callable:
 
 
 def flex_mask(packing: Packing, window: int | None) -> Any:
-    """Flex attention's mask of packed causal sequences; no square of the row is written out for it."""
+    """Flex attention's mask of packed causal sequences, with sliding windows of `window` tokens (None: no windows). No
+    [T, T] mask of the row is allocated for it."""
     from torch.nn.attention.flex_attention import BlockMask
 
     starts = packing.cu_seq_lens

@@ -140,9 +140,10 @@ class TrainingBatch:
     """(number of the prompt, bytes that the trainer attached) of each group whose prompt an external trainer
     submitted."""
     untrained: list[ReceivedGroup] = field(default_factory=list)
-    """Groups discarded or held out since the previous batch, stored for inspection; on rank 0 only."""
+    """Groups that were discarded, or held out for evaluation, since the previous batch; stored for inspection. On rank
+    0 only."""
     conversations: list[TrainSample] = field(default_factory=list)
-    """Rows of sources of kind sft, trained beside the groups."""
+    """Conversations of data sources of kind sft, trained by cross-entropy in the same step as the groups."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Number of further rows of sources of kind sft that cannot be trained, by reason."""
 

@@ -12,7 +12,8 @@ from april.learner.diagnostics import is_repetitive
 from april.learner.turns import turn_metrics
 
 MAX_VERSIONS = 64
-"""Newest policy versions with a `version_share_STEP` of their own, which bounds the number of metrics of a step."""
+"""Number of the newest policy versions that get a metric `version_share_STEP` each; it bounds the number of metrics of
+a step."""
 BY_SOURCE = ("reward", "samples", "tokens", "groups", "zero_spread_groups", "gradient_groups")
 """Names of the metrics that a run with several sources also reports for each source."""
 
@@ -20,8 +21,9 @@ BY_SOURCE = ("reward", "samples", "tokens", "groups", "zero_spread_groups", "gra
 def batch_metrics(
     groups: Sequence[list[TrainSample]], with_gradient: Collection[int], turn_reward: str = ""
 ) -> dict[str, float]:
-    """Rewards, tokens, groups and versions of a batch, by metric name. `with_gradient`: numbers of the groups with a
-    row that has a gradient; `turn_reward`: the token score that is the reward of turns, if there is one."""
+    """Metrics of a batch by name: rewards, tokens, groups, and the versions of its tokens. `with_gradient`: indices in
+    the batch of the groups that have a row with a gradient. `turn_reward`: name of the token score that is the reward
+    of turns; "" for none."""
     samples = [sample for group in groups for sample in group]
     forks = [group_forks(group) for group in groups]
     rewards = [[rows[0].reward for rows in group] for group in forks]
@@ -43,9 +45,9 @@ def batch_metrics(
 def metrics_by_source(
     groups: Sequence[list[TrainSample]], with_gradient: Collection[int], turn_rewards: Sequence[str]
 ) -> dict[str, float]:
-    """The metrics `BY_SOURCE` and those of turns, for each source that a batch has groups of, as NAME_source_S for
-    source number S. `turn_rewards`: for each source the name of the token score that is the reward of turns; "" for
-    none."""
+    """For each source of which the batch has groups: the metrics `BY_SOURCE` and those of turns, named NAME_source_S
+    for source number S. `with_gradient` as for `batch_metrics`. `turn_rewards`: for each source the name of the token
+    score that is the reward of turns; "" for none."""
     found = dict[str, float]()
     for source, turn_reward in enumerate(turn_rewards):
         numbers = [number for number, group in enumerate(groups) if group and group[0].source == source]
@@ -58,7 +60,8 @@ def metrics_by_source(
 
 
 def hinted_share(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """Share of the samples that have a prompt with a hint, 0 to 1; no metric if there is no such sample."""
+    """`hinted_share`: the share of the samples whose prompt also exists with a hint, 0 to 1. There is no metric if no
+    sample has such a prompt."""
     hinted = sum(len(sample.hinted_prompt) > 0 for sample in samples)
     return {"hinted_share": hinted / len(samples)} if hinted else {}
 

@@ -1,4 +1,8 @@
-"""Scores the canary in the learner under each version, and measures the effect of rounding on the scores."""
+"""Scores the canary in the learner under each version, and measures the effect of rounding on the scores.
+
+The canary is a short text. Learner and inference engine each score it; equal scores show that the engine has the
+version's weights.
+"""
 
 import numpy as np
 import torch
@@ -25,7 +29,8 @@ class CanaryScorer:
     def __init__(self, config: Config, backend: Backend, device: torch.device):
         self.config, self.backend, self.device = config, backend, device
         self.trained_text: np.ndarray | None = None
-        """First token ids of the first batch seen, int32; None before it."""
+        """First token ids of the first batch that `see` was given, int32, of which a part of the text is made; None
+        before it."""
         self._rounding: tuple[bytes, int, float] = b"", 0, 0.0
         """(bytes of the token ids on which the effect of rounding was measured, number of versions scored with these
         ids, mean difference of the log-probabilities that rounding makes, nats)."""

@@ -116,7 +116,7 @@ def damaged_files(source: Path) -> list[str]:
 
 def mismatched_files(named: Mapping[str, str], source: Path) -> list[str]:
     """Files in the list `named` (name -> digest) that are missing in the folder `source` or have another digest. Raises
-    OSError for one that cannot be read: it may be whole."""
+    OSError if a file cannot be read, since it may be undamaged."""
     return [name for name, digest in named.items() if digest_of(source / name) != digest]
 
 

@@ -180,7 +180,8 @@ class Disks:
         dist.barrier(self.group)
 
     def neighbour_copies(self, names: Sequence[Sequence[str]]) -> list[FileTransfer]:
-        """Transfers between ranks that copy the files each rank has written to the next disk, if there is one."""
+        """Transfers between ranks that copy the files of each rank to the next disk, so that every file is on two
+        disks; none if there is one disk only. `names`: for each rank the files that it has written."""
         moves = []
         for rank, written in enumerate(names):
             disk = self.disk_of_rank[rank]
@@ -194,13 +195,15 @@ class Disks:
         return [FileTransfer(name, 0, leader) for leader in self.leaders[1:]]
 
     def to_first_disk(self, names: Sequence[Sequence[str]]) -> list[FileTransfer]:
-        """Transfers between ranks that copy the files each rank has written on another disk to that of rank 0."""
+        """Transfers between ranks that copy to the disk of rank 0 the files that ranks have written on other disks.
+        `names`: for each rank the files that it has written."""
         away = [rank for rank, disk in enumerate(self.disk_of_rank) if disk]
         targets = self.ranks(0)
         return [FileTransfer(name, rank, targets[rank % len(targets)]) for rank in away for name in names[rank]]
 
     def assign_ranks(self, moves: Sequence[FileTransfer]) -> list[FileTransfer]:
-        """Transfers between disks, distributed over the disks' ranks."""
+        """Transfers from rank to rank that do the same as `moves`, transfers from disk to disk: each is given to a rank
+        of its source disk and one of its target disk, in turn."""
         assigned = []
         for index, move in enumerate(moves):
             sources, targets = self.ranks(move.source), self.ranks(move.target)
@@ -222,7 +225,8 @@ class Disks:
                 raise OSError(f"rank {rank} cannot copy {its[0]}; free or mend its disk")
 
     def _send(self, path: Path, rank: int) -> list[str]:
-        """Send a file to a rank, which gets as many bytes as announced whatever fails; returns what has failed."""
+        """Send a file to a rank. If reading fails, the rank still gets as many bytes as were announced, so that it does
+        not wait for ever. Returns what has failed, in words; empty if nothing has."""
         with FileCopy(path, "rb") as copy:
             size = copy.attempt(lambda: os.fstat(copy.file.fileno()).st_size) or 0
             dist.send(torch.tensor(size), rank, self.group)
@@ -234,7 +238,8 @@ class Disks:
         return copy.failures
 
     def _receive(self, path: Path, rank: int, digest: str) -> list[str]:
-        """Receive a file from a rank, all of its bytes whatever fails; returns what has failed."""
+        """Receive a file, whose SHA-256 is `digest`, from a rank. If writing fails, all bytes are still received, so
+        that the sender does not wait for ever. Returns what has failed, in words; empty if nothing has."""
         announced = torch.tensor(0)
         dist.recv(announced, rank, self.group)
         size, found = int(announced), hashlib.sha256()
@@ -258,8 +263,8 @@ class Disks:
 
 
 class FileCopy:
-    """An open file that is being copied, whose failures are collected: a rank goes on with what others wait for, and
-    does nothing more with the file."""
+    """An open file that is being copied. A failure is recorded and not raised, so that this rank can finish the
+    transfers that other ranks wait for; after it nothing more is done with the file."""
 
     def __init__(self, path: Path, mode: str):
         self.path = path

@@ -44,8 +44,8 @@ def context_groups(section: LearnerSection) -> "tuple[Ranks, ContextGroup | None
 
 
 def objection_to_sharing(lm: nn.Module, size: int) -> str:
-    """Why `size` ranks cannot share the rows of a model, and what to do, with learner.context_parallel as the subject;
-    empty if nothing is found."""
+    """The reason why `size` ranks cannot share the packed rows of a model (context parallelism), and what to do about
+    it; empty if none is found. It is worded to follow the words "learner.context_parallel = `size`"."""
     if size == 1:
         return ""
     if tower(lm):
@@ -60,13 +60,13 @@ def objection_to_sharing(lm: nn.Module, size: int) -> str:
 
 
 def query_heads(config: PreTrainedConfig) -> list[int]:
-    """Numbers of query heads of a model's layers; empty if unknown."""
+    """The different numbers of query heads that the model's layers have, ascending; empty if unknown."""
     found = getattr(config.get_text_config(), "num_attention_heads", None) or []
     return sorted({found} if isinstance(found, int) else set(found))
 
 
 def check_sharing(lm: nn.Module, size: int) -> None:
-    """Raises ModelError if `size` ranks cannot share the rows of a model."""
+    """Raises ModelError if `size` ranks cannot share the packed rows of a model (context parallelism)."""
     if said := objection_to_sharing(lm, size):
         raise ModelError(f"learner.context_parallel = {size} {said}")
 
@@ -85,13 +85,14 @@ class ContextGroup:
         return received
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, the same on each. Collective."""
+        """Sum of `values` over the ranks of the group, in place and the same on each. Collective."""
         dist.all_reduce(values, group=self.group)
         return values
 
     def divide(self, model: nn.Module) -> nn.Module:
-        """Have a model, called with a micro-batch, compute this rank's tokens of it and return columns [K] of all its
-        targets, in place; asked for `HeadInputs`, it returns those of this rank's targets."""
+        """Change a model, in place, so that a call with a micro-batch computes this rank's tokens alone, but still
+        returns columns [K] of all targets of the micro-batch. A call that asks for `HeadInputs` gets those of this
+        rank's targets alone."""
 
         def hook(module: nn.Module, arguments: tuple[MicroBatch, ...], found: Any) -> Any:
             return found if isinstance(found, HeadInputs) else self.whole(arguments[0], found)

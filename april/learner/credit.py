@@ -38,8 +38,9 @@ def compared_rewards(groups: list[list[SampleForks]], section: AlgorithmSection)
 
 
 def part_values(groups: list[list[SampleForks]], parts: Sequence[str]) -> list[Tensor]:
-    """Values that `gdpo` compares in each group, float64 [n, P + 1]: the P parts of the reward, then 0; or P zeros,
-    then the reward, if a sample of the group lacks a part because another verifier has scored it."""
+    """Values that the estimator `gdpo` compares in each group of n samples, float64 [n, P + 1]. If all samples have all
+    P `parts` of the reward, these and then 0. If one lacks a part, since another verifier has scored it, P zeros and
+    then the whole reward."""
 
     def values(rows: SampleForks, are_known: bool) -> list[float]:
         details = rows[0].details

@@ -97,9 +97,10 @@ class Critic:
             yield (values,)
 
     def estimate(self, tokens: Sequence[ResponseTokens | None]) -> tuple[list[ResponseTokens | None], dict[str, float]]:
-        """Copies of this rank's `tokens` (None for a dummy micro-batch), whose scores have the critic's values, with
-        advantages A for the policy loss, whitened if `critic.whiten`, and with the score `returns`: the targets A + V
-        of the value loss, with A not whitened. The metrics are over all ranks."""
+        """Advantages and value targets of the whole batch. `tokens`: those of each of this rank's micro-batches, whose
+        scores have the critic's values; None for a dummy micro-batch. Returns (copies of `tokens`, metrics over all
+        ranks). The copies have the advantages A for the policy loss, whitened if `critic.whiten`, and the score
+        `returns`: the targets A + V of the value loss, with A not whitened."""
         known = [part for part in tokens if part is not None]
         raw = [self.advantages(part) for part in known]
         blank, lengths = torch.zeros(0, device=self.device), [len(each) for each in raw]

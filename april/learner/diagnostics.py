@@ -16,7 +16,7 @@ OPTIONAL = ("reference_kl", "teacher_kl", "teacher_divergence", "teacher_top_k_m
 SUMS = ("tokens", *MEANS, "ratio_square", "weight_square", *OPTIONAL, *(f"{name}_tokens" for name in OPTIONAL))
 BY_SOURCE = ("entropy", "k1", "k3", "clip_fraction", "mask_fraction")
 EFFECTIVE = {"ess": ("ratio_mean", "ratio_square"), "weight_ess": ("weight_mean", "weight_square")}
-"""Effective-sample-size metrics: names of the columns in SUMS that hold the sum and the sum of squares of the
+"""By name of a metric that is an effective sample size: the columns in SUMS with the sum and the sum of squares of its
 weights."""
 
 
@@ -43,9 +43,9 @@ class StepTotals:
         sources: Tensor | None = None,
         **columns: Tensor,
     ) -> None:
-        """Add a micro-batch: its `loss`, and columns [K]: `ages` in policy steps, int64; `ratio` pi / mu; `weight`, the
-        product of the off-policy corrections; `sources`, number of the token's source, int64 (None: all 0); and by name
-        in SUMS further columns."""
+        """Add a micro-batch of K tokens: its `loss`, and columns [K]. `ages` are in policy steps, int64; `ratio` is
+        pi / mu; `weight` is the product of the off-policy corrections; `sources` has the number of each token's source,
+        int64 (None: all 0). Further `columns` have names that are in SUMS."""
         ones, blank = torch.ones_like(ratio), torch.zeros_like(ratio)
         columns |= {"tokens": ones, "ratio_mean": ratio, "weight_mean": weight}
         columns |= {"ratio_square": ratio.double().square(), "weight_square": weight.double().square()}
@@ -124,8 +124,9 @@ class StepTotals:
 
 
 def conversation_figures(conversations: Tensor) -> dict[str, float]:
-    """`sft_tokens` and `sft_loss`, and with conversations of several sources also of each, as NAME_source_S;
-    `conversations` as in `StepTotals`."""
+    """The metrics `sft_tokens`, number of trained tokens, and `sft_loss`, their mean cross-entropy (nats). With
+    conversations of several sources, also those of each source, as NAME_source_S. `conversations`: sums, as in
+    `StepTotals`."""
     rows = {f"_source_{source}": row for source, row in enumerate(conversations.tolist()) if row[0]}
     rows = {"": conversations.sum(0).tolist()} | (rows if len(rows) > 1 else {}) if rows else {}
     return {
@@ -136,8 +137,8 @@ def conversation_figures(conversations: Tensor) -> dict[str, float]:
 
 
 def means(sums: Tensor) -> dict[str, float]:
-    """Per-token means of one row of sums, those of OPTIONAL over the tokens that have them, and the effective sample
-    sizes as shares of the tokens."""
+    """Metrics from one row of sums, which has the columns `SUMS`: means over the tokens (those of OPTIONAL over the
+    tokens that have a value), and effective sample sizes as shares of the tokens."""
     found = dict(zip(SUMS, sums.tolist(), strict=True))
     result = {name: found[name] / found["tokens"] for name in MEANS}
     result |= {name: found[name] / found[f"{name}_tokens"] for name in OPTIONAL if found[f"{name}_tokens"]}
@@ -170,7 +171,8 @@ WINDOW_TOKENS = 4
 
 
 def is_repetitive(response: np.ndarray) -> bool:
-    """Whether `response`, int32 [T], ends in a repetition."""
+    """Whether `response`, token ids int32 [T], ends in a repetition: the same tokens at least `MIN_REPEATS` times one
+    after the other, at least `MIN_REPETITION_TOKENS` tokens in all."""
     if len(response) < MIN_REPETITION_TOKENS:
         return False
     tail = response[-EXAMINED_TOKENS:]

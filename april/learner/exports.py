@@ -69,7 +69,7 @@ def export_parts(
 
 
 def copy_other_files(source_folder: Path, target: Path) -> None:
-    """Copy the files of a model's folder but its weights."""
+    """Copy all files of a model's folder except its weights to the folder `target`."""
     for path in Path(source_folder).iterdir():
         if path.is_file() and not WEIGHT_FILES.fullmatch(path.name):
             shutil.copy(path, target / path.name)

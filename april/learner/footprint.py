@@ -22,7 +22,7 @@ from april.util.text import first_line
 
 SHARERS = (1, 2, 4, 8)
 SEQUENCES = 4
-"""Number of sequences in the row that is tried."""
+"""Number of sequences in the packed row over which the model's forward pass is run."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Footprint:
     trained: int
     """Number of trained parameters."""
     matrices: int
-    """Number of trained parameters in matrices of the layers, which Muon steps."""
+    """Number of trained parameters in matrices of the layers, which the optimizer Muon updates as whole matrices."""
     hidden: int
     """Hidden size of the model."""
     vocabulary: int
@@ -56,9 +56,10 @@ class Footprint:
 def footprint(
     folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024, freeze_vision: bool = True
 ) -> Footprint:
-    """Sizes of the model of a folder's config.json, trained whole or by an adapter, with passes in bfloat16 or in fp32.
-    A vision tower that is trained keeps bytes as if every token were of an image. Raises ModelError for a model that
-    the learner does not train, or whose forward pass depends on its values."""
+    """Sizes of the model of a folder's config.json, trained whole or by an adapter, with passes in bfloat16 or in fp32,
+    as found on a packed row of `tokens` tokens. A vision tower that is trained (not `freeze_vision`) keeps bytes as if
+    every token were of an image. Raises ModelError for a model that the learner does not train, or whose forward pass
+    depends on values of tensors."""
     policy = policy_to_train(folder, adapter)
     if freeze_vision:
         freeze_tower(policy.lm)
@@ -143,7 +144,8 @@ def kept_by_layer(policy: Policy, dtype: torch.dtype, tokens: int) -> list[int]:
 
 
 def kept_by_tower(lm: nn.Module, dtype: torch.dtype, tokens: int = 64) -> float:
-    """Bytes that the layers of a vision tower that is trained keep for each token of an image; 0 if none is trained."""
+    """Bytes that the layers of a vision tower keep for each token of an image, found on an image of `tokens` tokens; 0
+    if no tower is trained."""
     blocks, kept = tower_blocks(lm), dict[int, tuple[int, Tensor]]()
     if not any(parameter.requires_grad for block in blocks for parameter in block.parameters()):
         return 0.0

@@ -30,11 +30,11 @@ class BaseLinear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
     def plain_weight(self) -> Tensor:
-        """The weight [out, in] in fp32, without its graph, sharded as the held one is."""
+        """The weight [out, in] in fp32, detached from autograd and sharded as the held weight is."""
         return self.with_rows(self.plain_rows(slice(None)))
 
     def plain_rows(self, rows: slice) -> Tensor:
-        """Rows [n, in] of this rank's shard of the weight, in fp32, without their graph."""
+        """The rows `rows`, [n, in], of this rank's shard of the weight, in fp32 and detached from autograd."""
         held = local_part(self.weight)[rows]
         return held.float() if held.is_floating_point() else unpack(held, self.in_features)
 
@@ -49,7 +49,7 @@ class BaseLinear(nn.Linear):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded, without its graph."""
+    """This rank's part of a tensor that may be sharded, detached from autograd."""
     held = tensor.detach()
     return held.to_local() if isinstance(held, DTensor) else held
 
@@ -70,9 +70,9 @@ class PackedProduct(torch.autograd.Function):
 
 
 def hold_frozen(lm: nn.Module, form: str) -> None:
-    """Hold the frozen parameters of `lm`, which are on the meta device, as `lora.base` says, in place. With "nf4",
-    linear layers of the decoder layers are held in NF4 if their rows are whole blocks, and all other frozen parameters
-    in bfloat16."""
+    """Change the frozen parameters of `lm`, which are on the meta device, in place to `form`, a value of `lora.base`:
+    "fp32" changes nothing. With "nf4", linear layers of the decoder layers are held in NF4 if their rows are whole
+    blocks, and all other frozen parameters in bfloat16."""
     if form == "fp32":
         return
     for module in text_model(lm).layers.modules() if form == "nf4" else ():

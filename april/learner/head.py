@@ -108,7 +108,8 @@ class ScoreTokens(torch.autograd.Function):
 
 
 def slope_of(logits: Tensor, cap: float) -> Tensor:
-    """Derivative of c tanh(x / c) by x for soft cap c, from its values; 0 for the padding of supports."""
+    """Derivative by x of the soft cap c tanh(x / c), c = `cap`, computed from the values `logits` = c tanh(x / c); 0
+    for the padding of supports."""
     return (logits / cap).clamp_(-1, 1).square_().neg_().add_(1)
 
 
@@ -136,8 +137,12 @@ def gradient_of(
     dtype: torch.dtype,
     cap: float | None,
 ) -> Tensor:
-    """Gradient of logits [n, V] before the division by `temperature` and the soft cap, from those of log-probability
-    and entropy, [n, 1] each."""
+    """Gradient by a head's logits [n, V] as they are before the division by `temperature` and the soft cap `cap`; in
+    `dtype`.
+
+    `logits` are after both. Of each row, [n, 1] each: `columns`, the target's column; `normalisers`, the logarithm of
+    the sum of exponentials; `entropies`; and the given gradients by the target's log-probability and by the entropy.
+    """
     log_p = logits - normalisers
     factor = -logprob_gradients
     if entropy_gradients is not None:

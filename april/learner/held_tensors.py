@@ -37,15 +37,15 @@ def whole_on_each(ranks: int) -> Copies:
 
 @cache
 def copies_on(mesh: DeviceMesh, is_divided: bool) -> Copies:
-    """The copies of a tensor on a mesh: with `is_divided` each lies along the last dimension of the mesh, otherwise
-    each rank has one."""
+    """The copies of a tensor on a mesh. With `is_divided` the ranks along the mesh's last dimension divide a copy among
+    them; otherwise each rank has a whole copy."""
     return Copies(mesh.mesh.reshape(-1, mesh.shape[-1] if is_divided else 1).tolist())
 
 
 @cache
 def places(copies: Copies, owner: int) -> dict[int, int]:
-    """Index of each rank's part, by rank, in the copy from which `owner` gets its values: the copy of which `owner`
-    holds a part, or another one if it holds none."""
+    """For one copy of a tensor: the index of the part that each of its ranks holds, by rank. It is the copy from which
+    the rank `owner` gets the tensor's values: one of which `owner` holds a part, or any other if it holds none."""
     own = (copy for copy in copies.ranks if owner in copy)
     copy = next(own, copies.ranks[owner % len(copies.ranks)])
     return {rank: place for place, rank in enumerate(copy)}
@@ -57,7 +57,7 @@ class Span:
     holds, and their rows and columns in the piece (whole rows, or a part of one row) that the receiver gathers."""
 
     first: int
-    """Index of the first value among all that the rank holds."""
+    """Index of the first value among all values of the tensor that the sender holds."""
     end: int
     rows: int
     columns: slice
@@ -66,13 +66,15 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """A tensor as the ranks hold it: each copy divided along a dimension among R ranks, of which the r-th holds the
-    r-th `ceil(n / R)` of n. Values are in the order of the flattened tensor."""
+    """A tensor as the ranks hold it. Each copy is divided along the dimension `dim`, which has n indices, among R
+    ranks: the r-th of them holds the r-th block of `ceil(n / R)` indices. Values are in the order of the flattened
+    tensor."""
 
     shape: torch.Size
     copies: Copies
     values: Callable[[int, int], Tensor]
-    """Function (first, end) -> the values, flat, at these places among all that this rank holds."""
+    """Function (first, end) -> the values from index `first` to `end` (exclusive) of all those that this rank holds,
+    flat."""
     device: torch.device
     dim: int = 0
     dtype: torch.dtype | None = None
@@ -81,8 +83,8 @@ class HeldTensor:
     @classmethod
     def of(cls, tensor: Tensor) -> Self | None:
         """The `HeldTensor` of a parameter or buffer; one that is not sharded is sent in its own dtype. None if that
-        dtype is none of the published ones, or if the tensor is sharded over another dimension of its mesh than the
-        last."""
+        dtype cannot be sent (`april.weights.snapshot.DTYPES`), or if the tensor is sharded over another dimension of
+        its mesh than the last."""
         if not isinstance(tensor, DTensor):
             copies, is_known = whole_on_each(dist.get_world_size()), tensor.dtype in DTYPES.values()
             return cls(tensor.shape, copies, of_local(tensor), tensor.device, 0, tensor.dtype) if is_known else None
@@ -90,8 +92,8 @@ class HeldTensor:
 
     @classmethod
     def sharded(cls, like: DTensor, shape: torch.Size, values: Callable[[int, int], Tensor]) -> Self | None:
-        """A tensor of `shape` that is sharded as `like`. None if that is over anything but the last dimension of its
-        mesh."""
+        """The `HeldTensor` of a tensor of `shape` that is sharded in the same way as `like`; `values` as in the class.
+        None if `like` is sharded over another dimension of its mesh than the last."""
         *others, _ = like.placements
         dim = sharded_dim(like)
         if not all(placement.is_replicate() for placement in others):
@@ -136,8 +138,8 @@ class HeldTensor:
 
 
 def of_local(local: Tensor) -> Callable[[int, int], Tensor]:
-    """The values of a tensor on this rank as `HeldTensor` has them, without its graph. If the tensor is a view, at most
-    the requested rows are copied."""
+    """The function `HeldTensor.values` of a tensor of which this rank holds `local`; the values have no autograd graph.
+    If `local` is a view, at most the requested rows are copied."""
     held = local.detach() if local.ndim else local.detach().reshape(1)
     return partial(values_of_rows, held.__getitem__, math.prod(held.shape[1:]))
 

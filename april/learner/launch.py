@@ -29,12 +29,13 @@ each start of the ranks has a new one."""
 FOLDER = "april-ranks-"
 """First part of the name of the folder in which ranks meet."""
 SETTLED_S = 60.0
-"""Age in seconds from which an unlocked folder is removed; a younger one may be of a launcher that is about to lock
-it."""
+"""Age in seconds from which a folder in which ranks meet is removed if no process has locked it; a younger one may be
+of a launcher that is about to lock it."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""Environment variable with the number of restarts of the ranks so far, as torchrun names it; over several machines
-with the number of the start."""
+"""Environment variable with the number of times that the ranks have been restarted, named as by torchrun. With several
+machines it is the number of the start (the joint launch of all machines' ranks), which the broker counts."""
 OUT_OF_MEMORY = "; if nobody has sent it, memory ran out (dmesg says so): set a smaller learner.microbatch_tokens"
+"""What is said of a rank that SIGKILL has ended."""
 IMPORTED = ("april.learner.loop", "april.learner.source", "april.learner.trainer", "april.weights.publisher")
 """Names of modules imported before the ranks are forked; none may start a thread or use an accelerator."""
 

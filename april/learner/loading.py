@@ -44,14 +44,18 @@ class ModelError(ValueError):
 
 
 RANDOM = re.compile(r"drop|jitter|noise")
-"""Regular expression for names of keys by which a model computes something at random in training."""
+"""Regular expression for names of configuration keys that make a model compute something at random in training."""
 
 
 def empty_model(folder: Path, attention: str, body_alone: bool = False, recompute: bool = False) -> nn.Module:
-    """The causal LM of a folder's config.json in fp32, or its body without the head. Parameters are on the meta device,
-    buffers on the CPU. Dropout and other noise are off; mixers are called once a sequence; with `recompute`, the
-    backward pass computes activations again. Raises ModelError for quantised weights, for positions that depend on what
-    is computed together, and for a model that cannot recompute."""
+    """The causal LM of a folder's config.json in fp32, or its body without the head (`body_alone`). Parameters are on
+    the meta device, buffers on the CPU.
+
+    `attention`: name of the attention function in transformers. Dropout and other noise are off. Mixers, layers that
+    carry a state from token to token, are called once for each sequence. With `recompute`, the backward pass computes
+    activations again. Raises ModelError for quantised weights, for rotary positions that depend on the length of all
+    that is computed together, and for a model that cannot recompute.
+    """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{folder}: its weights are quantised, which the learner does not train; give the original")
@@ -84,7 +88,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def loads_tower(folder: Path) -> bool:
-    """Whether the model of a folder is loaded with its vision tower."""
+    """Whether the learner loads the model of a folder as a vision-language model, with its vision tower."""
     return auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=False)) is AutoModelForImageTextToText
 
 
@@ -160,7 +164,7 @@ class BodyOutput(tuple):
 
 
 PRODUCTS = (0.0, 2.0**-10, -1.0, 1.0, 3.0, -20.0, 50.0, 300.0, 2.0**24)
-"""Products of head and hidden state for which `logit_map` asks a model for its logits."""
+"""Values of the product of head and hidden state for which `logit_map` asks a model for its logits."""
 
 
 def logit_map(lm: nn.Module, folder: Path) -> LogitMap:
@@ -219,7 +223,7 @@ class WeightFiles:
 
 @dataclass
 class TensorSource:
-    """Tensors in files that become one tensor of the model, or several with a converter."""
+    """Tensors in files from which one tensor of the model is made, or several of them if there is a converter."""
 
     converter: WeightConverter | None = None
     """transformers' conversion from `keys` to the model's tensors; None for a single tensor that is read as it is."""
@@ -252,8 +256,8 @@ def load_weights(lm: nn.Module, folder: Path) -> None:
 
 
 def check_files(lm: nn.Module, folder: Path) -> None:
-    """Check that a folder has the parameters of `lm`, in their shapes, reading no values. What transformers converts is
-    not looked at. Raises ModelError."""
+    """Check that a folder's files have the parameters of `lm`, in their shapes, reading no values. Parameters that
+    transformers makes of other tensors when it loads a model are not checked. Raises ModelError."""
     files, tied = WeightFiles(folder), dict(lm.all_tied_weights_keys)
     sources, parameters = tensor_sources(lm, files), dict(lm.named_parameters())
     plain = {name: key for name, each in sources.items() if not each.converter for (key,) in each.keys.values()}
@@ -343,11 +347,12 @@ class WithoutCopies(TorchFunctionMode):
 
 
 def tensors_in_files(lm: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, FileTensor] | None:
-    """The tensors of Hugging Face files that tensors of `lm` become, by their names there; None if one of them is not
-    a run of consecutive values of the model's. `shapes`: of the model's tensors, by their names in `lm`.
+    """The tensors in Hugging Face files that correspond to tensors of `lm`, by their names in the files. `shapes`:
+    shapes of these tensors of `lm`, by their names in `lm`. None if a tensor of the files is not a run of consecutive
+    values of a tensor of `lm`.
 
-    transformers' own conversion of a state dict is applied to tensors without memory, and says where in them each
-    result lies: an expert of a mixture is one row of a tensor that holds all experts of a layer.
+    transformers' own conversion of a state dict is applied to tensors without memory. Its results are views, which tell
+    where they lie in a tensor of `lm`: an expert of a mixture is one row of a tensor that holds all experts of a layer.
     """
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     names = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
@@ -366,8 +371,8 @@ def tensors_in_files(lm: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[st
 
 
 def names_in_files(lm: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, str] | None:
-    """Names in Hugging Face files of tensors of `lm`, by their names there; None if some have another form in files.
-    `shapes`: their shapes by name in `lm`."""
+    """The name in Hugging Face files of each of some tensors of `lm`, by its name in `lm`; None if one of them has
+    another form in files. `shapes`: shapes of these tensors, by their names in `lm`."""
     found = tensors_in_files(lm, shapes) or {}
     names = {each.source: name for name, each in found.items() if each.shape == shapes[each.source]}
     return names if len(names) == len(found) == len(shapes) else None
@@ -382,8 +387,8 @@ def check_shape(files: WeightFiles, name: str, shape: Sequence[int], expected: S
 
 
 def local_rows(tensor: Tensor) -> slice:
-    """Rows of a sharded tensor that this rank holds: with FSDP2 the r-th `ceil(n / R)` of n rows. All rows of an
-    unsharded tensor."""
+    """Rows of a sharded tensor that this rank holds. As FSDP2 divides n rows over R ranks, rank r has the r-th block of
+    `ceil(n / R)` rows. All rows of an unsharded tensor."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor) if tensor.ndim else None)
     each = -(-len(tensor) // tensor.device_mesh.size())

@@ -28,11 +28,11 @@ from april.util.pulse import MAIN
 log = logging.getLogger(__name__)
 
 NONE = -1
-"""Value for "no policy step"."""
+"""Number that stands for "no policy step"."""
 
 
 class Diverged(RuntimeError):
-    """`learner.max_nonfinite` batches in a row had a loss or gradient that is not finite."""
+    """Raised after `learner.max_nonfinite` batches in a row whose loss or gradient was not finite."""
 
 
 class Publication(Protocol):
@@ -59,11 +59,11 @@ def run(
     """Train until `source.fetch` returns None. Collective; `source` and `publisher` are None except on rank 0.
 
     Batch k turns weights k into weights k + 1. After it the loop calls `consumed(k)`, starts a checkpoint if one is due
-    and calls `durable` once it is on disk, and publishes Version(incarnation, k + 1) unless k + 1 is below the
-    frontier. At the end the last weights are checkpointed and exported, and the best by `evaluation.best` are exported
-    too. A batch whose loss or gradient is not finite is stored in `nonfinite/` of the run folder and skipped; the
-    unchanged weights are published as the next version. `Diverged` is raised after `learner.max_nonfinite` such batches
-    in a row.
+    and calls `durable` once it is on disk, and publishes Version(incarnation, k + 1) unless k + 1 is below the frontier
+    (the number of batches that the learner had consumed before it was restarted). At the end the last weights are
+    checkpointed and exported, and the best by `evaluation.best` are exported too. A batch whose loss or gradient is not
+    finite is stored in `nonfinite/` of the run folder and skipped; the unchanged weights are published as the next
+    version. `Diverged` is raised after `learner.max_nonfinite` such batches in a row.
 
     `time_slice` is the learner's share of an accelerator that it shares with engines, already acquired; it is released
     while the learner waits for a batch. `divided`: the ranks as senders of a part of the weights each; None: rank 0

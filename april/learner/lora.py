@@ -129,8 +129,9 @@ def names_in_folder(lm: nn.Module, trained: Iterable[str]) -> dict[str, str] | N
 
 
 def published_tensors(trained: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Trained tensors by the names under which they are published: those of the model's files, for A and B with their
-    own last component. `names`: from `names_in_folder`."""
+    """Trained tensors by the names under which they are published. A tensor that is trained whole has its name in the
+    model's files. A and B of an adapted layer have the layer's name in the files, and their own last component.
+    `names`: from `names_in_folder`."""
     found = {}
     for name, tensor in trained.items():
         layer, _, part = name.rpartition(".")

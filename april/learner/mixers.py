@@ -21,7 +21,8 @@ from april.learner.attention_kernels import Packing
 CACHES = frozenset(("cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "state"))
 """Names of the arguments through which transformers' modules take a cache or state."""
 ATTENTION = "ALL_ATTENTION_FUNCTIONS"
-"""Name of transformers' interface of attention functions in the code of a module that uses it."""
+"""Name of transformers' registry of attention functions. A module whose code refers to this name attends by a function
+of that registry."""
 
 
 class Row:
@@ -105,8 +106,8 @@ def with_buffers_alike(mixer: nn.Module) -> Callable:
 
 
 def row_dimension(value: Any, length: int) -> int | None:
-    """The dimension of a tensor whose size is the row's `length`, dimension 1 (as in [1, T, ...]) before others; None
-    if there is none."""
+    """Index of the dimension of `value` whose size is the packed row's `length`: dimension 1 (as in [1, T, ...]), or
+    else the first one. None if there is none, or if `value` is no tensor."""
     if not isinstance(value, Tensor):
         return None
     return next(
@@ -135,7 +136,7 @@ def split_mixers(body: nn.Module) -> None:
 
 
 def mixers_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost mixers inside a module."""
+    """The outermost mixers (modules that carry a state from token to token) inside a module."""
     for child in module.children():
         if carries_state(child):
             yield child

@@ -21,7 +21,8 @@ from april.learner.packing import HeadInputs, MicroBatch
 from april.learner.vision import text_model, tower_blocks
 
 BUCKET_BYTES = 16 * 2**20
-"""Bytes gathered to rank 0 at a time; the fastest size measured on gloo."""
+"""Most bytes of a bucket: the parameters that are gathered to a rank together. It is the size that is fastest with
+gloo."""
 Model = TypeVar("Model", bound=nn.Module)
 """A module with a language model, or the body of one, as attribute `lm`."""
 
@@ -143,7 +144,8 @@ def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool
 
 
 def choose_experts_implementation(lm: nn.Module, dtype: torch.dtype) -> None:
-    """Compute experts one after the other if torch's grouped matrix product does not support their sizes."""
+    """Have `lm` compute its experts one after the other if torch's grouped matrix product does not support their sizes
+    in `dtype`."""
     sizes = [size for name, each in lm.named_parameters() if ".experts." in name for size in each.shape[1:]]
     if any(size * dtype.itemsize % GROUPED_BYTES for size in sizes):
         lm.set_experts_implementation("eager")

@@ -73,8 +73,8 @@ def main(arguments: list[str]) -> int:
 
 
 class BrokerTalk(threading.Thread):
-    """Tells the broker, every `ASK_S` seconds, where this machine's store is and in which start its ranks are, and
-    keeps its answers."""
+    """Thread that tells the broker, every `ASK_S` seconds, where this machine's store is and in which start of the
+    learner its ranks are, and keeps the broker's last answer."""
 
     def __init__(self, config: Config, connect: str, node: int):
         """`connect`: the broker's address or run folder. `node`: number of this machine. Raises BrokerUnreachable,
@@ -122,9 +122,10 @@ def store_address(config: Config, broker: str) -> str:
 
 
 def serve_store(address: str, broker: BrokerTalk, options: argparse.Namespace) -> Any:
-    """Serve the machines' store at `address`, HOST:PORT, and announce it to the broker, on machine 0; other machines do
-    nothing. The store ends with the object returned. Where `--meeting` says how others reach this machine, only its
-    port is used here: its host may be a service's, or this machine's own name for itself. Raises OSError."""
+    """On machine 0, serve the store of all machines and announce it to the broker; on other machines do nothing. The
+    store listens at `address`, HOST:PORT, and ends with the object returned. If the option `--meeting` says how others
+    reach this machine, that is announced, and the store listens on its port; its host is not listened on, since it may
+    be the name of a service. Raises OSError."""
     if options.node:
         return None
     from april.weights import channel
@@ -138,8 +139,9 @@ def serve_store(address: str, broker: BrokerTalk, options: argparse.Namespace) -
 
 
 def run_ranks(broker: BrokerTalk, options: argparse.Namespace, patience_s: float) -> int | None:
-    """Join the latest start and run this machine's ranks in it; returns their exit status, or None if all machines
-    restart. Raises the error that ended communication with the broker, and TimeoutError if a machine has not joined in
+    """Join the latest start of the learner (the joint launch of all machines' ranks), and run this machine's ranks in
+    it. Returns their exit status, or None if a newer start was announced meanwhile, so that all machines restart.
+    Raises the error that ended communication with the broker, and TimeoutError if a machine has not joined in
     `patience_s` seconds."""
     address, store = join_start(broker, options, patience_s)
     start = broker.joined
@@ -163,7 +165,7 @@ def run_ranks(broker: BrokerTalk, options: argparse.Namespace, patience_s: float
 
 
 def end(ranks: subprocess.Popen) -> None:
-    """End a launcher and its ranks."""
+    """End a launcher process, which ends its ranks; it is killed if it has not ended after `END_S` seconds."""
     ranks.terminate()
     try:
         ranks.wait(END_S)
@@ -173,7 +175,9 @@ def end(ranks: subprocess.Popen) -> None:
 
 
 def join_start(broker: BrokerTalk, options: argparse.Namespace, patience_s: float) -> tuple[str, Any]:
-    """Wait until every machine has joined the latest start; returns the address and a client of their store."""
+    """Wait until every machine has joined the latest start of the learner (the joint launch of all machines' ranks).
+    Returns the address of the machines' store, HOST:PORT, and a client of it. Raises TimeoutError after `patience_s`
+    seconds."""
     deadline = time.monotonic() + patience_s
     while True:
         wait_for(lambda: broker.is_newer and broker.told.address, broker, deadline, [0])
@@ -196,8 +200,9 @@ def join_start(broker: BrokerTalk, options: argparse.Namespace, patience_s: floa
 
 
 def everybody(store: Any, broker: BrokerTalk, options: argparse.Namespace, event: str, deadline: float) -> bool:
-    """Wait until every machine has put the key of `event`, such as "ended", for this start into the store; returns True
-    then, and False once the broker has announced a newer start. `deadline`: monotonic seconds."""
+    """Wait until every machine has reported `event`, such as "ended", by a key in the store, for the start that this
+    machine has joined. Returns True then, and False once the broker has announced a newer start. `deadline`: monotonic
+    seconds."""
     nodes, start = range(options.nodes), broker.joined
 
     def lacking() -> list[int]:
@@ -208,7 +213,8 @@ def everybody(store: Any, broker: BrokerTalk, options: argparse.Namespace, event
 
 
 def leave_together(broker: BrokerTalk, store: Any, options: argparse.Namespace, start: int) -> None:
-    """Say that this machine's ranks have ended well; machine 0, which serves the store, waits for the others."""
+    """Report in the store that this machine's ranks have ended start number `start` with status 0. Machine 0, which
+    serves the store, then waits for the reports of the others, for at most `LEAVE_S` seconds."""
     with contextlib.suppress(RuntimeError, TimeoutError):
         store.set(key(start, "ended", options.node), "")
         if options.node == 0:
@@ -218,8 +224,9 @@ def leave_together(broker: BrokerTalk, store: Any, options: argparse.Namespace, 
 def wait_for(
     is_so: Callable[[], Any], broker: BrokerTalk, deadline: float, lacking: list[int] | Callable[[], list[int]]
 ) -> None:
-    """Wait until `is_so()` is true. Raises TimeoutError at the `deadline` (monotonic seconds), which names the machines
-    that are `lacking`, and the error that the broker's thread met."""
+    """Wait until `is_so()` is true. Raises the error that ended communication with the broker, and TimeoutError at the
+    `deadline` (monotonic seconds). Its message names the machines that are missing: `lacking` has their numbers, or is
+    a function that returns them."""
     began = time.monotonic()
     while not is_so():
         if broker.error:

@@ -195,7 +195,7 @@ class Objective:
         self.needs_parts: bool = getattr(self.estimator, "needs_parts", False)
         """Whether advantages come from the parts of the reward, each normalised separately."""
         self.parts = {name: part.weight for name, part in config.reward.part.items()}
-        """The parts of the reward, with their weights."""
+        """Weight of each part of the reward, by the part's name."""
         self.penalises_rewards = self.needs_values and config.critic.kl_coef > 0
         self.fixes_loss_inputs = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
         """Whether some loss inputs depend on all tokens of the batch, scored before its first optimizer step."""
@@ -210,14 +210,15 @@ class Objective:
         """Function (teacher's log-probabilities [n, V], the policy's [n, V]) -> divergences [n]; None: no such loss."""
         regularised = self.section.kl_coef > 0 or self.section.entropy_coef > 0
         self.compares_top_k = compares_top_k(config, self.section)
-        """Whether the divergence is over the top k ids of a teacher that scorers have asked."""
+        """Whether the divergence is from a teacher that scorers query, over the top k ids that they report, instead of
+        over the whole vocabulary."""
         if self.compares_top_k:
             check_over_top_k("algorithm.divergence", divergence, imported=True)
         self.trains_every_sample = self.needs_values or regularised or bool(distillation or divergence)
         """Whether samples whose reward gives the advantage 0 have a gradient too (such as from KL or entropy terms, or
         from a teacher); otherwise their passes are skipped."""
         self.passes = [scoring for scoring in SCORING_PASSES if scoring.is_needed(self)]
-        """The scoring passes of each batch."""
+        """The scoring passes (forward passes over a whole batch before its first step) that each batch needs."""
 
     def minibatches(self, batch: TrainingBatch) -> list[int]:
         """Number of the minibatch, from 0, that each group of a batch is assigned to, at random by seed and step."""
@@ -304,8 +305,9 @@ class Objective:
         squares: Tensor,
         groups: list[list[list[int]]] | None = None,
     ) -> None:
-        """Store in `prepared` the advantages computed from log(pi / mu) and squared gradient norm of each of the S
-        samples in `groups`, those of its `spread_groups` that this objective trains (None: all); float64 [S] each."""
+        """Compute advantages from the gradient norms of responses, and store them in `prepared`. `groups`: those of
+        `prepared.spread_groups` that this objective trains; None: all. For each of the S samples in them, float64 [S]:
+        `log_ratios`, log(pi / mu), and `squares`, the squared gradient norm."""
         groups = prepared.spread_groups if groups is None else groups
         sizes = [len(group) for group in groups]
         rewards = sample_rewards([[[prepared.samples[i] for i in rows] for rows in group] for group in groups])

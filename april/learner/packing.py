@@ -170,7 +170,8 @@ class MicroBatch:
     temperature: float | None = None
     """Temperature at which the policy scores the targets; None: its own."""
     exchange: Exchange | None = None
-    """Set if these are one rank's tokens and targets of a row that several ranks share; the sequences are the row's."""
+    """Set if these are one rank's tokens and targets of a row that several ranks share; `seq_lens` and `cu_seq_lens`
+    are then those of the whole row."""
 
     @property
     def packing(self) -> Packing:
@@ -264,8 +265,8 @@ def top_pairs(samples: list[TrainSample], teachers: Collection[str]) -> np.ndarr
 
 
 def minibatches(groups: int, count: int, rng: random.Random) -> list[int]:
-    """Minibatch number of each group, at random by `rng`, in minibatches of equal size up to one group. A batch of
-    fewer than `count` groups has fewer minibatches."""
+    """Number of the minibatch of each of `groups` groups, assigned at random by `rng`. Sizes of the `count` minibatches
+    differ by at most one group. With fewer groups than `count` there is one minibatch for each group."""
     count = max(1, min(count, groups))
     if count == 1:
         return [0] * groups

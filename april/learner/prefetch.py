@@ -36,18 +36,21 @@ class BatchSource(Protocol):
     """
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
-        """Start from weights `checkpoint_step`, whose checkpoint is on disk; returns (incarnation, frontier).
+        """Start from weights `checkpoint_step`, whose checkpoint is on disk. Returns (incarnation, frontier): the
+        number of this start of the learner, and the largest number of batches that any start of the learner has
+        consumed.
 
-        The weights contain every batch below `checkpoint_step`. Batches from there to the frontier were consumed
-        before and are delivered again identically. After a crash between writing a checkpoint and reporting it,
-        `checkpoint_step` is ahead of the last `durable` call and counts as one.
+        The weights contain every batch below `checkpoint_step`. Batches from there to the frontier (exclusive) were
+        consumed before and are delivered again identically. After a crash between writing a checkpoint and reporting
+        it, `checkpoint_step` is ahead of the last `durable` call and counts as one.
         """
 
     def fetch(self, step: int) -> TrainingBatch | None:
         """Wait for batch `step`, which is at most one ahead of the last consumed batch; None when the run is over."""
 
     leftover: list[ReceivedGroup]
-    """Groups discarded or held out after the last batch, known once `fetch` has returned None."""
+    """Groups that were discarded, or held out for evaluation, after the last batch; known once `fetch` has returned
+    None."""
 
     def alive(self) -> None:
         """Heartbeat while the learner waits for a batch, every `ALIVE_S` seconds."""
@@ -132,7 +135,7 @@ class WeightSender:
 
     def __init__(self, publisher: Publisher | None, incarnation: int, frontier: int):
         """`publisher` is None except on rank 0. `incarnation`, `frontier`: from `BatchSource.start`. Weights of steps
-        below the frontier come from replayed batches and are not sent."""
+        below the frontier come from batches that are trained again after a restart, and are not sent."""
         self.publisher, self.incarnation, self.frontier = publisher, incarnation, frontier
         self._sending: Future[dict[str, float]] | None = None
 

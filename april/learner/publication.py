@@ -44,13 +44,15 @@ class DividedSending:
         self.config, self.publisher = config, publisher
         self.buffers = ReusedBuffers(stay=True)
         self.needs_checksums = config.engine.weights == "broadcast" and device.type == "cpu"
-        """Whether inference servers may be verified: by the checksums of their tensors, which the ranks compute."""
+        """Whether the ranks compute checksums of their tensors, by which the weights of inference servers can be
+        verified."""
         names = divided_names(adapter_base) if adapter_base else []
         self.merger = PartMerger(adapter_base, names, self.needs_checksums) if adapter_base else None
         self._check_addresses()
         group = long_wait_group()
         self.ends: PartCommands | PartSender
-        """This rank's end of the commands from rank 0 to the others."""
+        """On rank 0, what commands the other ranks to send their parts; on each other rank, what carries out these
+        commands."""
         if publisher:
             self.ends = PartCommands(group, self.merger)
             publisher.share(self.ends, dist.get_world_size())
@@ -94,8 +96,9 @@ class DividedSending:
         return divided
 
     def _check_addresses(self) -> None:
-        """Refuse several machines of which one would listen where no other machine reaches it, or does not reach rank
-        0, where workers learn of it. Collective."""
+        """Raises ConfigError on every rank if, of several machines, one would listen for workers at an address that
+        only the machine itself reaches, or cannot reach rank 0's store, from which workers learn the addresses.
+        Collective."""
         if is_on_one_machine():
             return
         place = self.publisher.store if self.publisher else ("", 0)
@@ -111,8 +114,8 @@ class DividedSending:
                 )
 
     def check(self) -> None:
-        """Have rank 0 send all weights if no worker that has come reaches all ranks; with `weights.senders` = "all"
-        raise ConfigError."""
+        """If workers have reached rank 0 and none has reached all ranks, have rank 0 send all weights from now on; with
+        `weights.senders` = "all" raise ConfigError instead."""
         if not self.publisher or not isinstance(self.ends, PartCommands) or not self.ends.are_unreachable:
             return
         newest = self.publisher.newest
@@ -133,9 +136,9 @@ class DividedSending:
         self.publisher.send_alone(self.ends.collect(newest) if newest and not newest.adapter else newest)
 
     def gather(self, trainer: Trainer, version: Version) -> Weights:
-        """Gather this rank's part of the current weights in place of its part of the last version, and keep it to be
-        sent; returns it, on rank 0 with the descriptions of all others. An adapter is rank 0's, and is merged when a
-        worker needs that. Collective."""
+        """Gather this rank's part of the current weights, which replaces its part of the last version, and keep it to
+        be sent. Returns the part; on rank 0 with the descriptions of the other ranks' parts. An adapter is gathered on
+        rank 0 alone, and merged when a worker needs the complete weights. Collective."""
         if self.merger:
             return trainer.weights_to_publish()
         if self.publisher:

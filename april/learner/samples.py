@@ -117,7 +117,7 @@ class SampleWriter:
     def keep(
         self, batch: TrainingBatch, advantages: np.ndarray, scores: Scores | None, nonfinite: bool = False
     ) -> None:
-        """Start writing the chosen samples of a consumed batch.
+        """Start writing the samples of a consumed batch that the section `[samples]` chooses.
 
         `advantages`: [B], one per row of the batch. `scores`: of the rows with a gradient; None for a trainer that does
         not report them, where a row has a gradient if its advantage is not 0.
@@ -127,8 +127,8 @@ class SampleWriter:
             self._writing = in_background(self._write, batch, advantages, scores, nonfinite)
 
     def keep_untrained(self, step: int, groups: list[ReceivedGroup]) -> None:
-        """Start writing the untrained groups that came with batch `step`, of which no trained samples are kept, or
-        after the last batch."""
+        """Start writing groups that were discarded or held out: those that came with batch `step`, if no trained
+        samples of that batch are written, or those that came after the last batch."""
         self.finish()
         if self.works and groups:
             self._writing = in_background(self._put, step, [], groups)
@@ -209,7 +209,8 @@ def keep_picture(folder: Path, png: bytes) -> str:
 
 
 def without_held_out(path: Path) -> Any:
-    """The rows of a Parquet file without held-out ones, which a restarted broker sends again with their evaluation."""
+    """The rows of the Parquet file `path` that are not of held-out samples. A restarted broker sends the held-out
+    samples of a step again, which then replace the earlier ones."""
     import pyarrow.compute as compute
     import pyarrow.parquet as parquet
 
@@ -248,9 +249,9 @@ def describe_untrained(
 
 
 def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Parquet columns of one sample, with the files of images in place of their names. Per-token columns are null at
-    tokens that the policy did not sample; `scores`, float32 [2, K] (log-probabilities, entropies under the learner), is
-    None for a sample without a gradient."""
+    """Parquet columns of one sample, but with the images themselves (PNG) where a file has their names. Per-token
+    columns are null at tokens that the policy did not sample; `scores`, float32 [2, K] (log-probabilities, entropies
+    under the learner), is None for a sample without a gradient."""
     prompt, response = sample.tokens[: sample.prompt_tokens], sample.tokens[sample.prompt_tokens :]
 
     def at_sampled(values: np.ndarray) -> list[float | None]:
@@ -293,8 +294,8 @@ def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenize
 
 
 def turns(sample: TrainSample) -> list[dict[str, Any]]:
-    """Contiguous token ranges of the response by author: "policy" for sampled tokens, "other" for an environment's or
-    agent's tokens."""
+    """Contiguous token ranges of the response, in order: `who` wrote them ("policy" for sampled tokens, "other" for
+    those of an environment or agent), `start` and `end` (exclusive)."""
     found: list[dict[str, Any]] = []
     for start, end, _ in sample.segments:
         covered = found[-1]["end"] if found else 0

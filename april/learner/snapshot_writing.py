@@ -33,12 +33,13 @@ from april.wire.training import WeightFolder
 log = logging.getLogger(__name__)
 
 NOT_TAKEN = re.compile(rf"\..*|.*\.(h5|msgpack|ot|onnx)|{CHECKSUMS_FILE}")
-"""Names of files of a model's folder that no snapshot has, beside its weights: hidden files, weights for other
-libraries, and those that have the name of a snapshot's own."""
+"""Regular expression for names of files of a model's folder, beside its weights, that are not copied into a snapshot:
+hidden files, weights for other libraries, and the checksum list, since a snapshot has one of its own."""
 MOST_BYTES = 4 * 2**20
-"""Largest file of a model's folder that a snapshot has, unless it is a tokeniser's."""
+"""Largest size in bytes of a file of a model's folder that is copied into a snapshot; files of a tokeniser may be
+larger."""
 TOKENIZERS = re.compile(r"(tokenizer|vocab|merges|added_tokens|spiece|sentencepiece|tekken).*|.*\.(model|tiktoken)")
-"""Names of a tokeniser's files."""
+"""Regular expression for names of a tokeniser's files."""
 
 
 class SnapshotWriting:
@@ -51,7 +52,8 @@ class SnapshotWriting:
         self.folders = SnapshotFolders.of(config)
         self.group = long_wait_group()  # a rank may write for as long as its store lets bytes through
         self.others = model_files(config.model.path) if tell else {}
-        """Content of the model folder's other files, by name; only on rank 0."""
+        """Content of the files that a snapshot has beside the weights, such as the tokeniser's, by file name; only on
+        rank 0."""
         self._last_step: int | None = None
         """Policy step of the snapshot written last; None before the first."""
         self._written = 0
@@ -71,11 +73,12 @@ class SnapshotWriting:
 
     @classmethod
     def start(cls, config: Config, tell: Callable[[WeightFolder], None] | None) -> "SnapshotWriting | None":
-        """Make the writer of snapshots; None if the transport has none. Collective."""
+        """Make the writer of snapshots; None if the transport (`weights.transport`) is not one by which workers read
+        snapshots. Collective."""
         return cls(config, tell) if TRANSPORTS.find(config.weights.transport).pulls else None
 
     def _problem(self) -> str:
-        """The reason why the folder cannot be used, "" if it can."""
+        """The reason why `weights.folder`, into which snapshots are written, cannot be used; "" if it can."""
         try:
             self.folders.objects.probe()
         except StoreError as error:
@@ -100,8 +103,9 @@ class SnapshotWriting:
         self._writing = in_background(self._write, replace(part, canary=canary))
 
     def finish(self) -> dict[str, float]:
-        """Wait until the snapshot is written and the broker knows of it; returns figures, {} if none was being written.
-        Raises OSError if a rank could not write its part, and StoreError."""
+        """Wait until the snapshot is written and the broker knows of it; returns metrics by name, {} if none was being
+        written. Raises OSError if a rank could not write its part, and StoreError if the object store or folder of the
+        snapshots fails."""
         if self._writing is None:
             return {}
         began = time.perf_counter()
@@ -143,8 +147,8 @@ def model_files(folder: Path) -> dict[str, bytes]:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether a file of a model's folder belongs into a snapshot: it has no weights, and no more than 4 MiB unless it
-    is a tokeniser's."""
+    """Whether a file of a model's folder is copied into a snapshot: it has no weights, its name is not in `NOT_TAKEN`,
+    and it has at most `MOST_BYTES` unless it is a tokeniser's."""
     if not path.is_file() or WEIGHT_FILES.fullmatch(path.name) or NOT_TAKEN.fullmatch(path.name):
         return False
     return bool(TOKENIZERS.fullmatch(path.name)) or path.stat().st_size <= MOST_BYTES

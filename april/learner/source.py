@@ -158,10 +158,12 @@ class BrokerSource:
         arrays: Sequence[np.ndarray] = (),
         ahead: Sequence[tuple[wire.Message, Sequence[np.ndarray]]] = (),
     ) -> list[wire.Received]:
-        """Send a request, after the messages `ahead`, and wait for all messages of its answer.
+        """Send a request with its `arrays`, after the messages `ahead`, and wait for its answer: the messages received,
+        once `is_complete` says that they are all.
 
-        A broker that cannot write answers `Finished` to any request once the run is over. A report is not on disk then,
-        and the next learner says by its checkpoint what its weights contain. Raises BrokerRefused or BrokerUnreachable.
+        A broker that cannot write to its disk answers `Finished` to any request once the run is over. A report that
+        gets this answer is not on disk; the next learner tells the broker, by its checkpoint, which batches its weights
+        contain. Raises BrokerRefused or BrokerUnreachable.
         """
         request = PendingRequest(message, is_complete, arrays, ahead)
         self._inbox.put(request)
@@ -277,8 +279,10 @@ def decode_sample(
     with_support: bool,
     images: Mapping[str, bytes],
 ) -> TrainSample:
-    """One sample of a group; `images`: files by name. If the group has no prompt, the tokens before the first sampled
-    one become the sample's prompt: the agent's messages, and the prefix that a fork shares with its parent."""
+    """One sample of a group. `rest`: the arrays of the message that are not read yet, from which the sample's are
+    taken; `with_support`: whether supports are among them; `images`: files by name. If the group has no prompt, the
+    tokens before the first sampled one become the sample's prompt: the agent's messages, and the prefix that a fork
+    shares with its parent."""
     response, logprobs = next(rest), next(rest)
     support = Support(next(rest), next(rest)) if with_support else None
     first = 0 if group.prompt_tokens else head.segments[0][0]

@@ -4,7 +4,7 @@ On a shared disk each file exists once. With several disks each rank writes its 
 copies them to the next disk, so any single disk may be lost. Every disk has the small files and all checksums. With an
 object store each rank uploads its files instead (`checkpoint_copies.py`), and all disks may be lost.
 
-store = Store(directory, keep, timeout_s)
+store = CheckpointStore(directory, keep, timeout_s)
 store.start(step, parts, adapter)               # in threads, while training goes on
 step = store.completed()                        # once it is on every disk and its copies exist
 found = store.newest()                          # at the start: the newest that disks and copies have completely

@@ -27,7 +27,7 @@ from april.util.pulse import MAIN
 
 
 class Teacher:
-    """A model that the policy is compared with."""
+    """A model whose distribution of each token the policy is compared with, to be trained towards it."""
 
     def __init__(self, model: nn.Module, cost: Cost, by_hint: bool = False):
         """`model` returns `HeadInputs` of a micro-batch if called with `inputs_alone`; `cost`: cost of its forward

@@ -124,7 +124,8 @@ def memory_of(storage: UntypedStorage) -> ctypes.Array:
 
 
 class TimeSlice:
-    """The learner's time slice on its accelerator; without `devices.turns` it never ends and all methods do nothing."""
+    """The learner's time slice on an accelerator that it shares with engines in turn. Without `devices.turns` it is not
+    shared: the slice never ends, and all methods do nothing."""
 
     def __init__(self, config: Config, device: torch.device, rank: int):
         self.patience_s = config.devices.turn_s

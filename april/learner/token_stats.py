@@ -59,7 +59,7 @@ class EngineGaps:
         self.workers = sorted({worker for sampled_by in self._sampling_workers for _, worker in sampled_by})
         cells = len(self.workers) * AGES
         self.sums = torch.zeros(2, cells, dtype=torch.float64, device=device)
-        """float64 [2, workers * AGES]: number of tokens, and sum of their gaps."""
+        """float64 [2, workers * AGES], a column per worker and token age: number of tokens, and sum of their gaps."""
         self.largest = torch.zeros(cells, dtype=torch.float64, device=device)
 
     def add(self, indices: list[int], logprobs: Tensor, behaviour: Tensor, ages: Tensor) -> None:

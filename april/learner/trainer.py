@@ -72,7 +72,7 @@ TokenObserver = Callable[[list[int], Tensor, Tensor, ResponseTokens], None]
 """Callback (sample indices, log-probabilities [K], entropies [K], tokens) that records how the learner scored the K
 tokens of a micro-batch."""
 Scorer = Callable[[Sequence[MicroBatch]], Iterator[tuple[Tensor, ...]]]
-"""Function (micro-batches) -> for each a model's log-probabilities and the like [K] of its K tokens. Collective."""
+"""Function (micro-batches) -> for each, columns [K] such as a model's log-probabilities of its K tokens. Collective."""
 
 
 class Trainer:
@@ -420,7 +420,7 @@ class Trainer:
         return None if self.device.type == "cpu" else torch.bfloat16
 
     def canary(self) -> Canary:
-        """The canary with its log-probabilities under the current weights. Collective."""
+        """The canary, a text that shows whether workers have the weights, scored under the current ones. Collective."""
         return self.canaries.scored()
 
     def restore(self) -> int:

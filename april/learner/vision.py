@@ -38,8 +38,8 @@ def tower_blocks(lm: nn.Module) -> list[nn.Module]:
 
 
 def prepare_tower(lm: nn.Module) -> None:
-    """Have a new model's tower attend by torch's own attention, and its body take the places of images from its caller,
-    in place."""
+    """Change a new model that takes images, in place: its vision tower uses torch's own attention, and its body is told
+    by the caller which tokens are placeholders of images, instead of finding them."""
     if found := tower(lm):
         found.set_attn_implementation("sdpa")
         take_image_places(lm.base_model)

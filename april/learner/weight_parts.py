@@ -37,7 +37,7 @@ from april.weights.snapshot import (
 from april.wire.message import Version
 
 IN_FLIGHT = 2
-"""Most buckets in transfer between ranks at a time."""
+"""Largest number of buckets (lists of pieces, see `in_buckets`) that are in transfer between ranks at a time."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class WeightTensor:
     held: HeldTensor
     """The model's tensor that contains this one: the same, or one that stacks all experts of a layer."""
     first: int
-    """Index of the first value in the flattened tensor."""
+    """Index of this tensor's first value in the flattened tensor `held`."""
     shape: torch.Size
 
     @classmethod
@@ -59,7 +59,7 @@ class WeightTensor:
 
     @property
     def end(self) -> int:
-        """Index after the last value in the flattened tensor."""
+        """Index after this tensor's last value in the flattened tensor `held`."""
         return self.first + self.shape.numel()
 
 
@@ -71,8 +71,9 @@ class DivisibleWeights:
         self.in_files = cache(self.find_in_files)
 
     def tensors(self, held: Iterable[tuple[str, HeldTensor | None]]) -> list[WeightTensor] | None:
-        """The weights of `held`, the model's parameters as the ranks hold them, and of its buffers. None if one of them
-        is None, or files do not have consecutive values of the model's tensors."""
+        """The tensors of the weights, as files have them, that are made of `held`, the model's parameters as the ranks
+        hold them, and of the model's buffers. None if one of these has no `HeldTensor`, or if a tensor of files is not
+        a run of consecutive values of a tensor of the model."""
         of_buffers = ((name, HeldTensor.of(buffer)) for name, buffer in persistent_buffers(self.lm))
         named = dict(chain(held, of_buffers))
         known = {name: tensor for name, tensor in named.items() if tensor}
@@ -82,8 +83,9 @@ class DivisibleWeights:
         return [WeightTensor(name, known[each.source], each.first, each.shape) for name, each in found.items()]
 
     def find_in_files(self, names: tuple[str, ...]) -> dict[str, FileTensor] | None:
-        """Range of each tensor of files within the model's tensors `names`, by its name in files. It is the same for
-        all versions, and takes a second for thousands of experts."""
+        """Which consecutive values of the model's tensors `names` each tensor of files has, by its name in files; None
+        if one has other values. The result is the same for all versions, and takes a second to find for thousands of
+        experts."""
         tensors = dict(chain(self.lm.named_parameters(), persistent_buffers(self.lm)))
         shapes = {name: torch.Size(shape_in_files(self.lm, name, tensors[name])) for name in names}
         return tensors_in_files(self.lm, shapes)
@@ -124,7 +126,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Share:
-    """The values of a piece that one rank holds."""
+    """The values of a piece that one rank holds and sends to the rank that gathers the piece."""
 
     piece: Piece
     span: Span
@@ -207,7 +209,7 @@ def pieces(each: WeightTensor, dtype: torch.dtype, offset: int) -> Iterator[Piec
 
 
 def in_buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Consecutive pieces in buckets of at most `BUCKET_BYTES`."""
+    """Divide the pieces, in their order, into buckets of at most `BUCKET_BYTES` or one piece."""
     bucket, size = list[Piece](), 0
     for piece in pieces:
         piece_bytes = (piece.end - piece.first) * piece.dtype.itemsize

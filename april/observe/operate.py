@@ -19,7 +19,7 @@ from april.wire.sockets.base import ADDRESS_FILE
 from april.wire.sockets.broker import BrokerConnection, BrokerRefused, BrokerUnreachable
 
 PATIENCE_S = 5.0
-"""Longest wait for the broker's answer, seconds."""
+"""Seconds after which a request that the broker has not answered fails."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class RunAddress:
         return content(self.ask(wire.StatusRequest()))
 
     def dead_letters(self) -> tuple[dict[str, Any], bool]:
-        """(dead letters, whether the broker answered); without an answer the dead letters as of the last summary in the
-        run folder."""
+        """(dead letters: the samples that failed for good; whether the broker answered). Without an answer they are
+        those that the broker last wrote to the run folder."""
         try:
             return content(self.ask(wire.DeadLettersRequest())), True
         except BrokerUnreachable:
@@ -46,8 +46,9 @@ class RunAddress:
         return (orjson.loads(path.read_bytes()) if path.is_file() else {"total": 0, "letters": []}), False
 
     def requeue(self, groups: list[int]) -> tuple[list[int], bool]:
-        """(ids of the groups whose prompts are queued again, whether the broker answered); without a broker they are
-        queued in the run's journal. `groups`: all that can be queued if empty."""
+        """Draw the prompts of discarded groups again. Returns (ids of the groups whose prompts are queued again,
+        whether the broker answered); without a broker they are queued in the run's journal. `groups`: their ids; []
+        means all that can be queued."""
         try:
             return self.ask(wire.Requeue(groups)).message.groups, True
         except BrokerUnreachable:
@@ -71,7 +72,8 @@ class RunAddress:
         return answer
 
     def _address(self) -> str:
-        """The given address, or the one that the broker wrote into the run folder."""
+        """The broker's address: the one that the operator gave, or else the one that the broker wrote into the run
+        folder."""
         if self.connect:
             return check_address(self.connect)
         if self.run_dir is None:

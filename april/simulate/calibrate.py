@@ -11,19 +11,20 @@ import tomli_w
 from april.config.costs import EngineCost
 
 LONGEST_RESPONSES = (64, 256, 1024)
-"""Longest response of each load (tokens); response lengths are uniform from 1 up to it."""
+"""The measured loads, by the longest response of each (tokens): at a load the response lengths are uniform from 1 to
+it."""
 RUNNING_SHARES = (1 / 16, 1 / 4, 1 / 2, 1)
-"""Measured numbers of running sequences, as shares of the engine's slots."""
+"""The measured loads, by the number of running sequences of each, as a share of the engine's slots."""
 REPEATS = 3
-"""Timings of each load; the median of each duration counts."""
+"""How often each load is timed; of each measured duration the median over these timings is used."""
 MIN_BASE_S = 1e-9
 """Lower limit of the fitted `decode_base_s`, which must be positive."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Timing of one load: decode steps with ended sequences replaced at once, then a weight update and the prefill
-    after it."""
+    """Timing of an engine at one load: first of decode steps, in which a sequence that ends is replaced at once, then
+    of a weight update, then of the prefill that follows it."""
 
     running: int
     """Number of running sequences."""
@@ -75,8 +76,8 @@ def measure(
     shares: Sequence[float] = RUNNING_SHARES,
     repeats: int = REPEATS,
 ) -> list[Timing]:
-    """Measure a grid of loads: running sequences (`shares` of the slots) times longest responses (tokens). Each load is
-    timed `repeats` times, and the medians count."""
+    """Measure a grid of loads: each number of running sequences (`shares` of the engine's slots) with each longest
+    response (tokens). Each load is timed `repeats` times, and the medians count."""
     counts = sorted({max(1, round(probe.slots * share)) for share in shares})
     probe.time(probe.slots, min(longest_responses[0], probe.longest_response))  # warm-up
     return [
@@ -99,11 +100,12 @@ class Fit:
     cost: EngineCost
     timings: list[Timing]
     prefix_cache: bool = True
-    """Whether the engine keeps the KV prefixes of sequences that it has returned unfinished."""
+    """Whether the engine keeps the KV cache of sequences that were taken out of it unfinished, so that it can resume
+    them."""
 
     @property
     def errors(self) -> np.ndarray:
-        """Relative errors of the predicted decode times, one per timing."""
+        """Relative error of the predicted duration of decode steps, for each timing (predicted / measured - 1)."""
         costs = [getattr(self.cost, name) for name in COSTS]
         return np.array([np.dot(timing.decode_terms(), costs) / timing.decode_s for timing in self.timings]) - 1
 
@@ -133,7 +135,7 @@ class Fit:
         return "KV cache: the engine does not say how large; without cost.kv_tokens a simulated one is never full"
 
     def to_toml(self) -> str:
-        """The scenario sections with the measured costs, as TOML."""
+        """The measured costs as TOML: the sections [cost], [engines] and [weights] of a scenario."""
         weights = {"pause_s": self.pause_s, "keep_kv": False}
         cost, engines = self.cost.model_dump(mode="json", exclude_unset=True), {"prefix_cache": self.prefix_cache}
         return tomli_w.dumps({"cost": cost, "engines": engines, "weights": weights})
@@ -142,8 +144,8 @@ class Fit:
 def fit(timings: list[Timing], source: str, kv_tokens: int | None = None, prefix_cache: bool = True) -> Fit:
     """Fit non-negative costs by least squares over the relative errors of decode steps and prefills together.
 
-    `kv_tokens`: capacity of the engine's KV cache, None if unknown; `prefix_cache`: the engine keeps the prefixes of
-    sequences that it has returned.
+    `source`: text that says which engine was measured; `kv_tokens`: capacity of the engine's KV cache in tokens, None
+    if unknown; `prefix_cache`: whether the engine keeps the KV cache of sequences that were taken out of it unfinished.
     """
     terms = [timing.decode_terms() for timing in timings] + [timing.prefill_terms() for timing in timings]
     seconds = [timing.decode_s for timing in timings] + [timing.prefill_s for timing in timings]

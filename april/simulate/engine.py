@@ -10,7 +10,8 @@ from april.wire.message import Version
 
 INFINITY = float("inf")
 KV_HEADROOM = 0.05
-"""Share of the KV cache kept free: retractions free at least this much, and admissions stop before using it."""
+"""Share of the KV cache that is kept free: no sample is admitted into it, and a preemption (retraction) of running
+samples goes on until at least this much is free."""
 LEASE_BITS = 36
 """Low bits of an `end_key` that hold the lease id; the high bits hold the decode step at which the sample ends."""
 
@@ -29,11 +30,12 @@ class SimulatedSample:
     key: tuple[int, int] | None = None
     """(group, index): key of the sample's prefix in `SimulatedEngine.cached_prefixes`."""
     generated: int = 0
-    """Response tokens generated in this engine, up to the sample's last admission or retraction."""
+    """Response tokens generated in this engine, as of the sample's last admission or preemption (retraction): tokens of
+    a running sample are added only when it stops."""
     version_spans: list[tuple[Version, int]] = field(default_factory=list)
     """(policy version, tokens) of the `generated` tokens, in order."""
     begun: int = 0
-    """The engine's count of decode steps when the sample was last admitted."""
+    """Value of the engine's counter of decode steps at the sample's last admission."""
 
     @property
     def context(self) -> int:
@@ -49,8 +51,9 @@ def end_key(sample: SimulatedSample) -> int:
 class SimulatedEngine:
     """An engine with continuous batching: arriving samples join at the end of a decode step, running ones continue.
 
-    The owner calls `wake` at `next_event_s`, which returns the samples that have ended. A request in between
-    (`submit`, `recall_all`, `load_weights`) may move `next_event_s` to the end of the current decode step.
+    The simulation calls `wake` at the time `next_event_s`, which processes the event and returns the samples that have
+    ended. A request before that (`submit`, `recall_all`, `load_weights`) may move `next_event_s` to the end of the
+    current decode step.
     """
 
     def __init__(
@@ -69,24 +72,24 @@ class SimulatedEngine:
         self.name, self.cost, self.slots, self.slowdown = name, cost, slots, slowdown
         self.keep_kv, self.prefix_cache, self.prefill_tokens = keep_kv, prefix_cache, prefill_tokens
         self.load = 0
-        """Samples leased to the engine and not yet reported or returned."""
+        """Number of samples leased to the engine whose end or return has not been reported to the broker yet."""
         self.version = Version(0, 0)
         """Policy version that the engine reports; it changes when a load of weights has finished."""
         self.clock_s = 0.0
-        """Virtual time up to which the engine's steps are counted (seconds); ahead of now while it prefills or loads
-        weights."""
+        """Virtual time (seconds) up to which the engine's steps are counted. While the engine prefills or loads
+        weights, it is the end of that, and so later than the simulation's time."""
         self.steps = 0
         self.kv = 0
         """KV tokens of the running samples."""
         self.cached_prefixes: dict[tuple[int, int], int] = {}
-        """KV tokens of returned samples by (group, index), oldest first; kept until new weights are loaded or the cache
-        is full."""
+        """Number of KV tokens that are still cached of samples that were returned unfinished, by (group, index), oldest
+        first. They are kept until new weights are loaded or the cache is full."""
         self.running: dict[int, SimulatedSample] = {}
         self.waiting: deque[SimulatedSample] = deque()
         self.generated = 0
         """Response tokens generated up to `clock_s`."""
         self.prefilled_tokens = 0
-        """Context tokens prefilled."""
+        """Number of context tokens that the engine has prefilled so far: computed, not found in the cache."""
         self.recomputed_tokens = 0
         """Response tokens among the prefilled ones: generated before, and computed again."""
         self.reused_tokens = 0
@@ -98,9 +101,10 @@ class SimulatedEngine:
         self.kv_wait_slot_s = 0.0
         """Slot-seconds during which samples waited for free KV cache."""
         self.transit_slot_s = 0.0
-        """Slot-seconds between a sample's arrival and its admission, without the waits for KV cache."""
+        """Slot-seconds between the arrival of samples and their admission, except for samples that waited for free KV
+        cache."""
         self._ends = array("Q")
-        """Sorted `end_key` of each running sample."""
+        """`end_key` of each running sample, in ascending order: the first sample to end comes first."""
         self._version_changes: tuple[list[int], list[Version]] = ([0], [Version(0, 0)])
         """Two parallel lists: first decode step, and the policy version from that step on."""
         self._staged: tuple[float, Version, float] | None = None
@@ -128,12 +132,14 @@ class SimulatedEngine:
         self._next_event = None
 
     def recall_all(self, now: float) -> None:
-        """Ask for the return of all samples at the end of the current decode step."""
+        """Request the return of all samples, running and waiting. They are returned when the current decode step
+        ends."""
         self._recall_all_s = now
         self._next_event = None
 
     def recall(self, lease_id: int, now: float) -> None:
-        """Ask for the return of one sample at the end of the current decode step, unless the sample ends there."""
+        """Request the return of one sample when the current decode step ends. If the sample ends with that step, it
+        counts as ended."""
         self._recalls[lease_id] = now
         self._next_event = None
 
@@ -144,7 +150,8 @@ class SimulatedEngine:
         self._next_event = None
 
     def response_length(self, lease_id: int, now: float) -> int:
-        """Response tokens of a sample at time `now`, the acknowledged ones included; 0 before it runs."""
+        """Response tokens of a sample at the virtual time `now`, those that it had when the engine leased it included;
+        0 before it runs."""
         sample = self.running.get(lease_id)
         if sample is None:
             return 0
@@ -156,12 +163,14 @@ class SimulatedEngine:
 
     @property
     def next_event_s(self) -> float:
-        """Time of the next event: a sample's end, a full cache, an arrival, or a request that is due."""
+        """Virtual time (seconds) of the engine's next event: a sample's end, a full KV cache, an arrival, or the end of
+        the decode step at which a recall or a load of weights was asked for."""
         self._next_event = self._next_event or self._plan()
         return self._next_event[1]
 
     def wake(self) -> tuple[list[SimulatedSample], list[SimulatedSample]]:
-        """Process the event at `next_event_s`; returns (ended samples, returned samples)."""
+        """Process the event at `next_event_s`; returns (samples that have ended, samples that were recalled and are
+        returned unfinished)."""
         steps, now = self._next_event or self._plan()
         self._next_event = None
         if now < self.clock_s:
@@ -192,7 +201,8 @@ class SimulatedEngine:
         return ended, returned
 
     def fail(self, now: float) -> list[SimulatedSample]:
-        """Lose the engine at time `now`; returns all its samples with the tokens generated so far."""
+        """Simulate a failure of the engine at time `now`: returns all its samples with the tokens generated so far, and
+        empties it."""
         steps = self.cost.steps_until((now - self.clock_s) / self.slowdown, len(self.running), self.kv)
         self._count(max(0, steps - 1) if self.running else 0)
         if self._cache_full:
@@ -203,7 +213,7 @@ class SimulatedEngine:
         return lost
 
     def drop(self, lease_id: int) -> SimulatedSample | None:
-        """Stop a sample whose lease is revoked; returns it, None if it has ended."""
+        """Take a sample whose lease was revoked out of the engine. Returns the sample; None if it has ended before."""
         sample = self._remove_sample(lease_id)
         self._sort_ends()
         self._cache_full, self._next_event = False, None
@@ -212,7 +222,8 @@ class SimulatedEngine:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _count(self, steps: int) -> None:
-        """Add completed decode steps to the counters."""
+        """Add `steps` completed decode steps, each of which gives every running sample a token, to the engine's
+        counters."""
         running = len(self.running)
         self.steps += steps
         self.kv += steps * running
@@ -326,7 +337,8 @@ class SimulatedEngine:
         self.pause_slot_s += pause_s * len(self.running)
 
     def _finish_loading(self, now: float) -> None:
-        """Report the new version once its load is over; the recomputation of contexts comes after that."""
+        """Set the engine's version to the new one if its load is over at time `now`. The running samples' KV cache is
+        computed again only after that."""
         if self._loading and self._loading[0] <= now:
             self.version, self._loading = self._loading[1], None
 

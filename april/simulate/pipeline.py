@@ -51,7 +51,7 @@ class EndlessPrompts:
 
 
 class SimulationStuck(ConfigError):
-    """A simulated run that is not over, in which nothing can happen any more."""
+    """Raised if a simulated run is not over and has no further event, so that it would wait for ever."""
 
 
 class Pipeline:
@@ -96,7 +96,8 @@ class Pipeline:
         """Heap of (time, sequence number, engine index or LEARNER)."""
         self._numbers = itertools.count()
         self._due = [INFINITY] * len(self.engines)
-        """Time of each engine's valid event; events at other times are out of date."""
+        """For each engine the time of its next event that is still valid. An entry of `_events` for that engine with
+        another time is out of date, and skipped."""
         self._changed: dict[int, None] = {}
         """Indices of engines whose next event must be computed again, in the order of their last change."""
         self._by_load: list[tuple[float, int, int]] = []
@@ -134,7 +135,8 @@ class Pipeline:
 
     @property
     def next_s(self) -> float:
-        """Time of the next event; infinite when only another pipeline's event can cause one."""
+        """Virtual time of the next event of this pipeline; infinite if none can happen before another pipeline (of
+        another broker of the same run) has had one."""
         events_s = self._events[0][0] if self._events else INFINITY
         goes_on = self._events or self.state.down
         return min(events_s, self._failures[0][0]) if self._failures and goes_on else events_s
@@ -206,7 +208,8 @@ class Pipeline:
         return bool(ended or returned or engine.version is not version)
 
     def _report(self, sample: SimulatedSample, finish_reason: str = "") -> None:
-        """Report a sample's new tokens, one chunk per policy version, and its score if it is complete."""
+        """Report a sample's new tokens to the ledger, one chunk per policy version. With a `finish_reason` the response
+        is complete, and its score is reported too; "" if it was returned unfinished."""
         ledger, table, start, chunks_left = self.ledger, b"", sample.acknowledged, len(sample.version_spans)
         finish = FINISH_REASONS.index(finish_reason)
         for (branch, step), count in sample.version_spans:
@@ -242,8 +245,8 @@ class Pipeline:
             heapq.heappush(self._failures, (self.state.now_s + self.scenario.engines.restart_s, index))
 
     def _report_lost(self, engine: SimulatedEngine, sample: SimulatedSample) -> None:
-        """Report a sample of a failed engine. Only its whole chunks (`chunk_tokens`) had reached the broker; if its
-        lease has ended, all its tokens are lost."""
+        """Report a sample of a failed engine. Only its whole chunks (of `chunk_tokens` each) had reached the broker;
+        the tokens after them are lost. If its lease has ended meanwhile, all its new tokens are lost."""
         if sample.lease_id not in self.ledger.leases:
             self.state.lost_tokens += sample.generated
             return
@@ -270,7 +273,8 @@ class Pipeline:
         self.on_batch(self, self._batch_tokens(step))
 
     def learn(self, tokens: int) -> None:
-        """Begin to train a batch of `tokens` tokens, and schedule the end of the step by the learner's cost."""
+        """Begin to train a batch of `tokens` tokens, and schedule the end of the step after the time that the learner's
+        cost model gives."""
         cost = self.scenario.learner
         duration_s = cost.step_s + cost.token_s * tokens
         self.measures.training_s += duration_s
@@ -300,7 +304,8 @@ class Pipeline:
     # --- the broker -----------------------------------------------------------------------------------------
 
     def _run_broker(self) -> None:
-        """The broker's work after it has handled messages: rounds, batches, revoked samples, migrations, grants."""
+        """What a broker does each time that it has handled its messages: end and open rounds, deliver batches, stop
+        samples whose lease was revoked, move stragglers, and grant leases."""
         next_step = self.ledger.steps.next
         for _ in ended_rounds(self.schedule, self.ledger):
             self._abort()
@@ -381,15 +386,16 @@ class Pipeline:
             heapq.heappush(self._by_load, entry)
 
     def _engine_with_prefix(self, sample: Sample, step: int, emptiest: int) -> int:
-        """The engine with the sample's prefix in its cache if it has a free slot and is at `step`, else the
-        emptiest."""
+        """Index of the engine that has the sample's prefix in its cache, if it has a free slot and its weights are
+        those of policy step `step`; otherwise `emptiest`, the index of the emptiest engine."""
         index = self.index_of.get(sample.cached_by(step), emptiest)
         target = self.engines[index]
         can_take = index not in self.state.down and target.load < target.slots and target.version.step == step
         return index if can_take else emptiest
 
     def _grant_migrated(self, migration: Migration) -> None:
-        """Grant returned stragglers to the engines they were recalled for, as the broker's `WorkerHandler` does."""
+        """Grant each straggler that its engine has returned to the engine that it was chosen to move to, as the
+        broker's `WorkerHandler` does."""
         for move in migration.take_returned(self.ledger, self.state.now_s):
             index = self.index_of[move.target]
             engine, cost = self.engines[index], self.scenario.cost
@@ -404,7 +410,7 @@ class Pipeline:
                 self._offer_slots(index)
 
     def _recall(self, migration: Migration) -> None:
-        """Recall stragglers that other engines have free slots for."""
+        """Choose stragglers to move to engines with free slots, and recall them from the engines that generate them."""
         loads = []
         for index, engine in enumerate(self.engines):
             if index in self.state.down:

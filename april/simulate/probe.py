@@ -36,12 +36,12 @@ class SequencePool:
 
     random: np.random.Generator
     longest: int
-    """Longest response (tokens)."""
+    """Length of the longest response (tokens); responses have 1 to so many tokens."""
     origins: dict[int, float] = field(default_factory=dict)
     """Origin of each request, by its id: context tokens of the sequence at its admission, minus the pool's `steps` at
     that time."""
     steps: float = 0.0
-    """Decode steps so far."""
+    """Number of decode steps that the engine has made with these sequences so far."""
 
     @property
     def context(self) -> float:
@@ -91,7 +91,8 @@ class EngineProbe:
         pool.origins[self._requests] = len(tokens) - pool.steps
 
     def _generate(self, pool: SequencePool, tokens: int) -> dict[str, Any]:
-        """Generate at least `tokens` more tokens; returns fields of `Timing`."""
+        """Generate at least `tokens` more tokens; returns values for the fields of `Timing` about decode steps and
+        admissions."""
         engine, running, first_step = self.engine, len(pool.origins), pool.steps
         admissions, admitted, kv_steps = 0, 0, 0.0
         began, target = self.clock(), engine.generated_tokens + tokens
@@ -135,9 +136,9 @@ def vocabulary_of(config: Config) -> int:
 
 @contextmanager
 def probe_of(model: Path, slots: int, overrides: list[str]) -> Iterator[tuple[EngineProbe, str]]:
-    """(probe, engine name) for the engine that a worker with so many `slots` would make for a `model` folder.
-    `overrides`: further configuration keys, as command-line words. Raises ConfigError, also for an EngineError while
-    the probe is used."""
+    """Context manager: (probe, engine name) of the engine that a worker with so many `slots` would make for the folder
+    `model`. `overrides`: further configuration keys, as words of a command line (KEY=VALUE). Raises ConfigError for a
+    configuration that does not fit, and in place of an EngineError inside the block."""
     tree = {"model": {"path": str(model)}, "data": {}, "worker": {"slots": slots}}
     for key, value in parse_overrides(overrides):
         set_key(tree, key, value)

@@ -93,7 +93,7 @@ class Lengths:
 
     @property
     def longest_context(self) -> int:
-        """Largest number of tokens of a prompt and its response together."""
+        """Largest sum of the lengths of a prompt and its response, over all lengths that can be drawn (tokens)."""
         section = self.section
         if self.trace:
             return max(
@@ -102,7 +102,7 @@ class Lengths:
         return section.prompt_tokens + section.longest_tokens
 
     def sample(self, groups: int) -> np.ndarray:
-        """int [groups, n]: response lengths of the first groups."""
+        """Response lengths of the groups 0 to `groups` - 1, int [groups, samples per group]."""
         return np.array([self.of(group) for group in range(groups)])
 
     def _draw_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -170,7 +170,7 @@ class EnginesSection(Section):
 
     @property
     def slowdowns(self) -> list[float]:
-        """Factor on the decode times of each engine; the mean is 1."""
+        """For each engine the factor by which its decode steps take longer than in the cost model; the mean is 1."""
         return (1 + self.speed_spread * np.linspace(-1, 1, self.count)).tolist() if self.count > 1 else [1.0]
 
 
@@ -213,7 +213,7 @@ class Scenario(Section):
 
     @property
     def first_measured(self) -> int:
-        """First training step that is measured; those before are the warm-up."""
+        """Number of the first training step that is measured, counted from 0; the steps before it are the warm-up."""
         return 3 * (self.schedule.max_staleness + 1) if self.warmup_steps is None else self.warmup_steps
 
     @property
@@ -222,14 +222,15 @@ class Scenario(Section):
 
     @property
     def slots_wanted(self) -> int:
-        """Slots that the schedule keeps filled when nothing delays it."""
+        """Number of slots, over all engines, that the schedule keeps filled when nothing delays it."""
         return min(self.kind.samples_in_flight(self.schedule), self.engines.count * self.engines.slots)
 
     def make_lengths(self) -> Lengths:
         return Lengths(self.lengths, self.schedule.n_samples_per_prompt, self.seed)
 
     def with_keys(self, **changes) -> "Scenario":
-        """A copy with some keys changed, checked; `section__key` names a key of a section, None removes it."""
+        """A copy in which the keys `changes` have other values, checked as a scenario file is. `section__key` names a
+        key of a section; a value of None removes the key."""
         tree = self.model_dump(exclude_none=True, serialize_as_any=True)
         for key, value in changes.items():
             section, _, name = key.rpartition("__")
@@ -244,16 +245,17 @@ class Scenario(Section):
         return check_scenario(model.model_validate(tree))
 
     def cap(self, lengths: Lengths) -> float:
-        """Upper bound on the throughput under the staleness bound or the rounds' barrier, as a share of the no-barrier
-        limit."""
+        """Upper bound on the trained tokens per second, as a share, from 0 to 1, of the no-barrier limit (what the
+        engines generate if no sample ever waits for another). It follows from the staleness bound or, in a schedule
+        with rounds, from the wait for the round's last groups."""
         drawn = lengths.sample(max(64, LENGTHS_LOOKED_AT // lengths.group_size))
         (batches, groups), n = self.kind.in_reach(self.schedule), self.schedule.n_samples_per_prompt
         return throughput_cap(batches, groups, n, self.slots_wanted, float(drawn.mean()), float(drawn.max()))
 
 
 def check_scenario(scenario: Scenario) -> Scenario:
-    """The scenario itself. Raises ConfigError unless its schedule is valid and its longest response fits the KV
-    cache."""
+    """Check a scenario, and return it. Raises ConfigError unless its schedule is valid and its longest prompt and
+    response fit the KV cache together."""
     check_schedule(scenario.schedule)
     longest = scenario.make_lengths().longest_context
     if longest > scenario.cost.kv_tokens:

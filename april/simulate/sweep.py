@@ -32,10 +32,11 @@ FACTORS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 FEWER_IN_FLIGHT = (0.25, 0.5, 1.0)
 STALENESS = (1, 2, 3, 4, 5, 6, 8, 12)
 ENGINE_SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Swept numbers of engines, relative to the scenario's."""
+"""Swept numbers of engines, as multiples of the number in the scenario."""
 
 UNITS = {True: "in flight", False: "groups in a round"}
-"""Unit of a schedule's dial (the key that sets its concurrency), by whether the dial counts samples in flight."""
+"""Name of the unit in which a schedule's dial (the key that sets its concurrency) counts. The key of the mapping says
+whether it counts samples in flight; otherwise it counts groups."""
 
 HEADER = (
     "consumed/s", "of limit", "stale mean", "max", "occupied", "KV peak", "retracted", "step p50 s", "learner busy",
@@ -80,7 +81,8 @@ def sweeps(scenario: Scenario, kind: str = "") -> list[Sweep]:
 
 
 def batches_ahead(scenario: Scenario) -> int:
-    """How many more batches than `max_staleness` the schedule may have open: 1, or 0 with `overlap`."""
+    """By how many batches the number that the schedule may have open at a time exceeds `max_staleness`: 1, or 0 with
+    `overlap`."""
     return scenario.schedule.batches_in_reach - scenario.schedule.max_staleness
 
 
@@ -174,7 +176,7 @@ def versions_experiment(scenario: Scenario, kind: str = "") -> tuple[str, Simula
 INK, MUTED, GRID = "#1c2129", "#59636f", "#e2e6eb"
 BLUE, ORANGE, GREEN = "#2f6fdf", "#c8590d", "#1a7f4c"
 AGES = ["#c5daf6", "#93b9ef", "#5f95e5", "#3672ca", "#2050a1", "#133473", "#0a2150"]
-"""Colors of token ages 0 to 5 in policy steps, and of everything older."""
+"""Colors for tokens of age 0, 1, ... 5 in policy steps; the last color is for all older ones."""
 STYLE = {
     "font.family": "sans-serif", "font.size": 9,
     "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID, "axes.linewidth": 1,

@@ -70,12 +70,13 @@ class Recording:
     groups: list[TracedGroup]
     """Groups with all samples completed, in the order of their creation."""
     cut_short: int
-    """Number of groups older than the oldest unfinished one that were discarded or lost a sample; mostly groups with
-    long responses."""
+    """Number of groups older than the oldest unfinished one that have no complete lengths, since they were discarded or
+    lost a sample; mostly groups with long responses."""
 
     @property
     def censored(self) -> str:
-        """Sentence about the groups that were cut short; empty if there are none."""
+        """Sentence that says how many groups were cut short (`cut_short`), so that long responses may be missing; "" if
+        none."""
         if not self.cut_short:
             return ""
         created = len(self.groups) + self.cut_short
@@ -83,10 +84,12 @@ class Recording:
 
 
 def record_trace(run_dir: Path) -> Recording:
-    """Record the groups that are older than the oldest unfinished one, so that no long response is missing.
+    """Record the lengths of the groups that are older than the run's oldest unfinished group, so that no long response
+    is missing.
 
-    Later groups are left out even if they are complete, because the complete ones are the short ones. The journal of a
-    long run holds only groups created since its oldest snapshot. Raises ConfigError if there is no such group.
+    Later groups are left out even if they are complete, because among them the complete ones are those with short
+    responses. The journal of a long run holds only groups created since its oldest snapshot. Raises ConfigError if
+    there is no such group.
     """
     journal = Path(run_dir) / "journal"
     if not journal.is_dir():
@@ -125,8 +128,8 @@ def record_trace(run_dir: Path) -> Recording:
 
 
 def restore(journal: Path) -> tuple[Ledger, int]:
-    """(ledger, journal position) of the oldest snapshot, after which no journal file is missing; an empty ledger and 0
-    if there is no snapshot."""
+    """(ledger, position in the journal) as of the oldest snapshot: from there on no journal file is missing. Without a
+    snapshot an empty ledger and 0."""
     position, image = [(0, None), *SnapshotStore(journal).newest_first()][-1]
     header = header_of(image) if image else None
     if image is None or header is None:
@@ -152,8 +155,8 @@ def rules_of(header: RunStarted) -> Rules:
 
 
 def read_events(journal: Path, position: int) -> Iterator[Event]:
-    """Every event from the journal file at `position` on, up to an incomplete record, which a live broker may be
-    writing."""
+    """Yield every event from the journal file at `position` on. Reading ends at an incomplete record, which a live
+    broker may still be writing."""
     decoder, offset = msgspec.msgpack.Decoder(AnyEvent), -1
     while offset and (path := journal / f"{position:020d}{SUFFIX}").exists():
         offset = 0

@@ -21,7 +21,7 @@ FACTORS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 opened in a round; N: groups in a batch; n: samples in a group."""
 FEWER_IN_FLIGHT = (0.25, 0.5, 0.75, 1.0)
 WITHIN = 0.02
-"""A value is as good as the best if its throughput is at most this share lower."""
+"""A value counts as good as the best one if its throughput is lower by at most this share."""
 
 HEADER = ("stale mean", "max", "KV peak", "buffer peak")
 """Columns of the table, besides the throughput and whether a value is chosen."""
@@ -35,7 +35,7 @@ class TuningChoice:
     why: str
     """Sentence part with the throughput, its share of the best and the staleness."""
     table: str
-    """All tried values with their measures."""
+    """Text table of all tried values and what was measured for each."""
 
 
 def tune(scenario: Scenario, most_staleness: float | None = None) -> TuningChoice:
@@ -81,8 +81,9 @@ def tune(scenario: Scenario, most_staleness: float | None = None) -> TuningChoic
 
 
 def candidates(scenario: Scenario, dial: Dial) -> tuple[str, list[SimulationResult]]:
-    """(key, results of its values in ascending order). If the key is the number of groups in a round, and the staleness
-    bound admits none above the groups in a batch, the latter is the only value."""
+    """(key of the schedule's dial, results of simulating each of its values, in ascending order of the values). If the
+    dial counts the groups opened in a round, only values above the number of groups in a batch are tried. If the
+    staleness bound permits none of these, the number of groups in a batch is the only value."""
     schedule = scenario.schedule
     unit = dial.one_batch_value(schedule)
     most = schedule.batches_in_reach * unit
@@ -104,7 +105,7 @@ DEFAULT_FACTOR = 2
 PLAIN_COST = EngineCost(
     source="10 ms + 0.06 ms for each request", decode_base_s=0.01, decode_running_s=6e-5, decode_kv_s=0, prefill_s=2e-5
 )
-"""Cost model of an unknown engine."""
+"""Cost model that `auto` simulates with if the real engine's costs are not known."""
 TUNED_RESPONSES = 4096
 """Approximate number of responses measured for each tried value, after a warm-up of `max_staleness` + 1 batches."""
 LEAST_STEPS = 4
@@ -138,7 +139,8 @@ def decide(config: Config, key: str, value: int, why: str) -> tuple[Config, str]
 
 
 def choose(config: Config, key: str, resumed: bool, folder: Path) -> tuple[int, str]:
-    """(value of the key, sentence part why)."""
+    """(value chosen for the configuration key `key`, part of a sentence that gives the reason). `resumed`, `folder`: as
+    in `resolve`."""
     schedule = config.schedule
     if schedule.scenario and not schedule.scenario.is_file():
         refuse(
@@ -160,8 +162,9 @@ def choose(config: Config, key: str, resumed: bool, folder: Path) -> tuple[int, 
 
 
 def journal_lengths(config: Config, folder: Path) -> tuple[LengthsSection, str] | None:
-    """(lengths of the run's journal as a trace, description); None if it holds fewer complete groups than the staleness
-    bound lets be open at once, since long responses would be missing."""
+    """(response lengths of the groups in the run's journal, as a trace, a text that describes them). None if the
+    journal holds fewer complete groups than may be open at once under the staleness bound: then the longest responses
+    would be missing."""
     try:
         recording = record_trace(config.run_dir)
     except ConfigError:

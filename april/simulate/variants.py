@@ -16,12 +16,13 @@ from april.util.errors import refuse
 # --- no-barrier limit -------------------------------------------------------------------------------------------------
 
 WARM_UP_RUNS = 6
-"""Responses per slot before the measurement begins. The warm-up also lasts at least as many decode steps as the longest
-response has tokens."""
+"""Number of responses that each slot generates before the no-barrier limit is measured. The warm-up also lasts at least
+as many decode steps as the longest response has tokens."""
 
 
 def no_barrier_limit(scenario: Scenario) -> float:
-    """Tokens per second of the scenario's engines with as many samples in flight as its schedule wants."""
+    """Tokens per second that the scenario's engines generate with as many samples in flight as its schedule wants, if
+    each sample that ends is replaced at once, so that none waits for a batch or for weights."""
     lengths, engines = scenario.make_lengths(), scenario.engines
     per_engine, more = divmod(scenario.slots_wanted, engines.count)
     slots = [per_engine + (number < more) for number in range(engines.count)]
@@ -59,8 +60,8 @@ class SimulationResult:
     scenario: Scenario
     measures: Measures
     limit: float
-    """No-barrier limit (tokens/s): throughput of the scenario's engines with as many samples in flight and no
-    barrier."""
+    """No-barrier limit (tokens/s): what the scenario's engines generate with as many samples in flight, if each sample
+    that ends is replaced at once."""
     cap: float
     """Upper bound on the throughput from the staleness bound or the rounds' barrier, as a share of `limit`."""
 
@@ -169,9 +170,9 @@ COLUMNS: dict[str, Callable[[SimulationResult], str]] = {
     "buffer_peak_tokens": lambda result: f"{result.measures.buffer_peak_tokens:,}",
     "buffer_peak_bytes": lambda result: f"{result.measures.buffer_peak_bytes:,}",
 }
-"""Cell of a table for a result, by the column's header."""
+"""For each column's header, the function that makes the column's cell from a result."""
 COMPARED = tuple(COLUMNS)[:19]
-"""Columns of the table that compares schedules."""
+"""Headers of the columns in the table that compares schedules."""
 
 
 def columns(result: SimulationResult, headers: Iterable[str] = COMPARED) -> list[str]:

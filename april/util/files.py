@@ -22,7 +22,7 @@ BUFFERS_PER_WRITE = 1000
 BLOCK_BYTES = 4096
 """Direct I/O writes whole blocks of this size, from memory with this alignment."""
 STAGE_BYTES = 4 << 20
-"""Size of the aligned staging buffer."""
+"""Size of the aligned buffer (bytes) through which direct I/O copies what it writes."""
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names of the single file of a Hugging Face folder's weights, and of the index if there are several files."""
@@ -96,9 +96,11 @@ def write_and_sync(
     unneeded_pages: Sequence[tuple[int, int, int]] = (),
     uncached: Uncached | None = None,
 ) -> float:
-    """Write the pieces, concatenated, at `offset`, and sync; returns the seconds that the sync took.
+    """Write the pieces, concatenated, at `offset` of the file with the descriptor `file`, and sync; returns the seconds
+    that the sync took.
 
-    `unneeded_pages`: (file, offset, bytes) of ranges to drop from the page cache. `uncached`: write with direct I/O.
+    `unneeded_pages`: (descriptor, offset, number of bytes) of ranges to drop from the page cache. `uncached`: writes
+    with direct I/O; None: through the page cache.
     """
     with contextlib.suppress(OSError):  # the pages stay in memory
         for page_range in unneeded_pages:
@@ -118,7 +120,7 @@ def write_and_sync(
 
 
 def write_all(file: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`, however many calls it takes."""
+    """Write all of `data` at `offset` of the file with the descriptor `file`, however many calls it takes."""
     while data:
         count = os.pwritev(file, [data], offset)
         data, offset = data[count:], offset + count
@@ -235,7 +237,8 @@ def remove_folder(folder: str, deadline_s: float) -> None:
 
 
 def delete_files(folder: int, deadline_s: float) -> list[str]:
-    """Delete what is in an open folder, except for folders, whose names are returned. Raises TimeoutError."""
+    """Delete the files in a folder, given by its descriptor; returns the names of its subfolders, which are left.
+    Raises TimeoutError after `deadline_s` of the monotonic clock."""
     folders = []
     with os.scandir(folder) as entries:
         for entry in list(entries):

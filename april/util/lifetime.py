@@ -249,7 +249,7 @@ def environment_of(folder: Path) -> list[bytes]:
 LONGEST_RESTART_DELAY_S = 60.0
 """Longest delay before a restart, and the delay before the last allowed one (s)."""
 STEADY_S = 120.0
-"""A process that has worked for this long since its start gets all its restarts back."""
+"""Time (s) of work since a process's start after which its count of restarts is reset to 0."""
 RESTART_DELAY_DOUBLINGS = 10
 """Number of doublings after which the delay before a restart grows no further."""
 

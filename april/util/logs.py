@@ -24,7 +24,8 @@ peer."""
 
 
 def shortened(text: str, most: int = MAX_RECORD_CHARACTERS) -> str:
-    """The text, or its beginning and end with the number of characters between them."""
+    """The text if it has at most `most` characters; otherwise its beginning and its end, and between them the number of
+    characters that are left out."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} … {len(text) - most} characters … {text[-(most // 2) :]}"
@@ -147,7 +148,7 @@ def last_error(text: str) -> str:
 
 
 def json_record(line: str) -> dict[str, Any]:
-    """A log line that is a JSON object with a message; empty for any other line."""
+    """The JSON object in a log line, if the line is one with a field `message`; empty for any other line."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -29,13 +29,13 @@ Answer = TypeVar("Answer")
 TIMEOUT_S = 120.0
 """Default time without any progress after which one try of a call is given up (s)."""
 SINGLE_TRY_TIMEOUT_S = 30.0
-"""Upper bound of the time without progress for a store whose calls are tried only once (s)."""
+"""Longest timeout, as time without progress, of a store whose calls are tried only once (s)."""
 PIECE_BYTES = 2**24
 """Most bytes of a file that are read at a time."""
 DELAYS_S = (1.0, 4.0, 16.0)
 """Delays before the first retry of a failed call, the second one, and so on (s)."""
 LOCAL = {"file", "local"}
-"""Protocols of the local disk."""
+"""Names that fsspec has for the protocol of the local disk."""
 WITH_FOLDERS = LOCAL | {"memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs"}
 """Protocols with real folders, which have to be created and removed; elsewhere slashes are part of a name."""
 PERMANENT_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ImportError, ValueError)
@@ -46,7 +46,7 @@ SECRET_VARIABLES = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|KEY", re
 SHORTEST_SECRET = 6
 """Shortest value (characters) of an environment variable like `API_KEY` that is masked in error texts."""
 LONGEST_REASON = 300
-"""Longest error text in characters."""
+"""Number of characters after which the text of an error is cut off."""
 DONE = {"write": "written", "read": "read", "list": "listed", "remove": "removed"}
 """Name of an operation -> its past participle, for sentences such as "cannot be written"."""
 
@@ -88,7 +88,7 @@ class ObjectStore:
         return ObjectStore(self.url, min(self.timeout_s, SINGLE_TRY_TIMEOUT_S), ())
 
     def put(self, path: Path, name: str) -> None:
-        """Write a local file to the store; it is durable there on return."""
+        """Write the local file `path` to the store as `name`; it is durable there on return."""
         path.stat()
 
         def send(files: Any, full_name: str, moved: Any) -> None:
@@ -110,7 +110,7 @@ class ObjectStore:
         return bytes(self._call("read", name, lambda files, full_name, moved: files.cat_file(full_name)))
 
     def fetch(self, name: str, path: Path) -> None:
-        """Copy a file of the store to `path`, atomically replacing what is there."""
+        """Copy the file `name` of the store to `path`, atomically replacing what is there."""
 
         def get(files: Any, full_name: str, moved: Any) -> None:
             partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
@@ -125,7 +125,8 @@ class ObjectStore:
         self._call("read", name, get)
 
     def write_pieces(self, name: str, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
-        """Write a file piece by piece, without a copy of it in memory. `pieces` is called anew for each try."""
+        """Write the file `name` of the store piece by piece, without a copy of it in memory. `pieces` is called anew
+        for each try."""
 
         def send(files: Any, full_name: str, moved: Any) -> None:
             make_folder(files, full_name)
@@ -139,8 +140,8 @@ class ObjectStore:
         self._call("write", name, send)
 
     def read_into(self, name: str, buffer: Callable[[int], memoryview], read: Callable[[memoryview], None]) -> None:
-        """Read a file into memory, anew for each try: `buffer` gets its size in bytes and returns as much
-        memory, `read` gets each part of it that has been filled, in order."""
+        """Read the file `name` of the store into memory, anew for each try: `buffer` gets its size in bytes and returns
+        as much memory, `read` gets each part of it that has been filled, in order."""
 
         def get(files: Any, full_name: str, moved: Any) -> None:
             data, done = buffer(files.size(full_name)), 0
@@ -153,7 +154,7 @@ class ObjectStore:
         self._call("read", name, get)
 
     def names(self, folder: str = "") -> set[str]:
-        """Names of all files below a folder, by default of the whole store."""
+        """Names of all files below a folder, relative to that folder; by default of the whole store."""
 
         def find(files: Any, full_name: str, moved: Any) -> set[str]:
             files.invalidate_cache()
@@ -165,7 +166,7 @@ class ObjectStore:
             return set()
 
     def remove(self, folder: str, names: Collection[str]) -> None:
-        """Remove a folder with the given files; they may be gone already."""
+        """Remove a folder and the files `names` in it; they may be gone already."""
 
         def drop(files: Any, full_name: str, moved: Any) -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -196,7 +197,8 @@ class ObjectStore:
             raise StoreRefused(f"{self.url} does not show what was written to it")
 
     def _call(self, operation: str, name: str, work: Callable[[Any, str, Any], Answer]) -> Answer:
-        """The result of `work(file system, full name, progress callback)`, with retries. `operation`: key of `DONE`."""
+        """The result of `work(file system, full name, progress callback)`, with retries. `operation`: what `work` does
+        to the file `name`, as a key of `DONE`."""
         url = f"{self.url}/{name}" if name else self.url
         for delay_s in (*self.delays_s, None):
             try:
@@ -259,7 +261,7 @@ class Call:
         self.ended.set()
 
     def note_progress(self, size: int | None, moved: int, **_: Any) -> None:
-        """Called by fsspec as bytes move."""
+        """Called by fsspec as bytes move: `moved` bytes so far, of `size` (None: unknown)."""
         self.moved = moved
 
 

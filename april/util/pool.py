@@ -279,7 +279,7 @@ class PoolProcess:
         """Monotonic time at which the process started, or began its first item in flight, as far as the pool knows."""
 
     def send(self, items: Sequence[msgspec.Struct]) -> None:
-        """Give the process items to work on; it must have none."""
+        """Give the process items to work on. The process must not have any items when this is called."""
         if self.ready:
             self.busy_since_s = time.monotonic()
         self.in_flight.extend(items)
@@ -287,7 +287,7 @@ class PoolProcess:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as the channel accepts."""
+        """Write as many of the unsent bytes as the channel accepts without blocking."""
         try:
             while self.unsent:
                 del self.unsent[: os.write(self.channel.fileno(), self.unsent)]
@@ -338,8 +338,8 @@ class PoolProcess:
 
     @property
     def deadline_s(self) -> float:
-        """Monotonic time by which the pool has to look at a process that starts or has items in flight: soon if it has
-        closed its channel."""
+        """Monotonic time by which the pool has to look at a process that starts or has items in flight; this is very
+        soon if the process has closed its channel."""
         now = time.monotonic()
         return now + POLL_S if self.ended else min(now + LOOK_S, self.busy_since_s + self._limit_s + POLL_S)
 

@@ -65,7 +65,8 @@ class Pulse:
         self._visits: dict[str, deque[float]] = {}
 
     def at(self, name: str, takes_long: bool = False) -> None:
-        """Mark a position of the loop, the same one again or a new one. `takes_long`: as in `LoopMark`."""
+        """Mark a position of the loop by its `name`, such as "decoding": the same one again, or a new one.
+        `takes_long`: whether the time at this position varies too much for a usual duration."""
         if threading.current_thread() is not threading.main_thread():
             return
         now, before = clock.now(), self.mark
@@ -85,8 +86,8 @@ class Pulse:
 
 class LoopWatch(PartThread):
     """Ends the process if its loop makes no progress: at one position for `hung_s` and LATE times the median of earlier
-    visits, or for `long_s` where there is no such median (`LoopPosition.usual_s` is 0). All in seconds; `pulse`: None
-    for MAIN."""
+    visits, or for `long_s` where there is no such median (`LoopPosition.usual_s` is 0). Both are in seconds. `pulse`:
+    the marks of the loop; None for those of this process's main loop (MAIN)."""
 
     def __init__(self, hung_s: float, long_s: float, pulse: Pulse | None = None):
         super().__init__("watch", self.watch)

@@ -98,7 +98,8 @@ class Registry:
     base: str = ""
     """Base class of the parts, as `package.module:Name`; empty: any callable is a part."""
     prefixes: tuple[str, ...] = ()
-    """Prefixes that a name may have, in this order; `find` removes them; the caller gives them a meaning."""
+    """Prefixes, such as "group:", that a name may begin with, in this order. `find` removes them; what they mean is up
+    to its caller."""
 
     def find(self, name: str, key: str = "") -> Any:
         """Import the part called `name`. `key`: key that it was given under, if not this registry's own.
@@ -116,7 +117,8 @@ class Registry:
         return found
 
     def check_name(self, name: str, key: str = "") -> None:
-        """Refuse a name that is neither shipped nor `package.module:Name`, without importing it. Raises ConfigError."""
+        """Refuse a name that is neither shipped nor `package.module:Name`, without importing it. `key`: key that it was
+        given under, if not this registry's own. Raises ConfigError."""
         stripped = self.without_prefix(name)
         module, colon, attribute = stripped.partition(":")
         is_place = colon and attribute and all(map(str.isidentifier, (*module.split("."), *attribute.split("."))))

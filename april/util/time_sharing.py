@@ -30,7 +30,8 @@ class TimeSliceLate(RuntimeError):
 
 
 class TimeSharing:
-    """One process's locks on its accelerators. All processes use the same accelerator names."""
+    """One process's locks on its accelerators. They are files named after the accelerators (`names`), so all processes
+    have to use the same names."""
 
     def __init__(self, run_dir: Path, names: Sequence[str]):
         folder = run_dir / FOLDER

@@ -91,14 +91,15 @@ def minor(version: str) -> str:
 
 
 JOURNAL = Form("journal", {1: "0.1", 15: "0.2"})
-"""Format of records, events and snapshots. Numbers 2 to 14 were never released."""
+"""Format numbers of the journal: of its records, events and snapshots. Numbers 2 to 14 were never released."""
 RUN_FOLDER = Form("run folder", {1: "0.1", 4: "0.2"})
-"""Format of configuration, metrics, summary, samples and checkpoints. Numbers 2 and 3 were never released."""
+"""Format numbers of the run folder: of configuration, metrics, summary, samples and checkpoints. Numbers 2 and 3 were
+never released."""
 
 
 def protocols_differ(other: str, theirs: int, own: str) -> str:
-    """The sentence for two sides with different protocols. `other`, `own`: the two sides' names; `theirs`:
-    the other side's protocol."""
+    """The sentence for two sides with different protocols. `other`, `own`: the two sides' names; `theirs`: the other
+    side's protocol number."""
     april = (
         f"April {PROTOCOLS[theirs]}"
         if theirs in PROTOCOLS

@@ -65,7 +65,7 @@ class BaseWeights:
         return f"{total:08x}" if self.tensors else ""
 
     def only(self, names: Iterable[str]) -> "BaseWeights":
-        """The base model's tensors of these names only."""
+        """The base model restricted to the tensors of these names."""
         some = BaseWeights(self.folder)
         some.tensors = {name: self.tensors[name] for name in names}
         return some
@@ -96,21 +96,22 @@ class BaseWeights:
 
 
 class PartMerger:
-    """Merges a rank's part of the complete weights. Every rank of the learner has the base model's files; rank 0 sends
-    it the trained tensors of its part."""
+    """Merges one rank's part of the complete weights of a version, from the base model and trained tensors. Every rank
+    of the learner has the base model's files; rank 0 sends it the trained tensors that its part needs."""
 
     def __init__(self, base: BaseWeights, names: Sequence[Sequence[str]], has_checksums: bool):
-        """`names`: by rank, the names of the tensors that it merges. `has_checksums`: whether to compute the checksums
-        that the tensors will have in an inference server."""
+        """`names`: for each rank, in order, the names of the tensors that it merges. `has_checksums`: whether to
+        compute the checksums that the tensors will have in an inference server."""
         self.base, self.names, self.has_checksums = base, names, has_checksums
 
     def trained_for(self, rank: int, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The trained tensors that a rank merges."""
+        """Those of the `trained` tensors that the rank needs to merge its part."""
         own = {name for whole in self.names[rank] for name in with_parts(whole)}
         return {name: tensor for name, tensor in trained.items() if name in own}
 
     def merged(self, rank: int, version: Version, adapter: Adapter, trained: Mapping[str, Tensor]) -> Snapshot:
-        """A rank's part of the complete weights of a version."""
+        """The part of a version's complete weights that the rank merges, from the base model and the `trained`
+        tensors."""
         part = self.base.only(self.names[rank]).merged(version, adapter, trained)
         checksums = checksums_in_server(unpack(part.heads, part.data)) if self.has_checksums else {}
         return replace(part, server_checksums=checksums)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 CANARY_TOKENS = 512
 """Length of the canary in tokens, unless the run's prompts and responses are shorter."""
 RESERVED_TOKENS = 8
-"""Tokens of a model's context that no canary has: SGLang takes no text within 6 tokens of it."""
+"""Number of tokens that a canary leaves free in the model's context at least: SGLang accepts no text that comes within
+6 tokens of the context length."""
 SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 """Increment of the SplitMix64 generator (Steele, Lea, Flood 2014)."""
 WORD_MASK = (1 << 64) - 1
@@ -31,14 +32,15 @@ AT_ONCE = 2.0
 """Ratio of the mean difference between learner and engine to `Canary.rounding` above which a single comparison shows
 wrong weights."""
 SUSPECT = 1.2
-"""Ratio of the mean difference to `Canary.rounding` above which a comparison adds to the evidence of wrong weights; a
-lower one reduces it."""
+"""Ratio of the mean difference between learner and engine to `Canary.rounding` above which a comparison adds to the
+evidence of wrong weights (`added_evidence`); a comparison with a lower ratio reduces the evidence."""
 EVIDENCE_LIMIT = math.log(AT_ONCE / SUSPECT)
 """Result of `added_evidence` above which the engine's weights count as wrong."""
 
 
 class Canary(msgspec.Struct, array_like=True, frozen=True):
-    """The canary: a fixed token sequence with the learner's log-probabilities under one version of the weights."""
+    """A fixed token sequence with its log-probabilities under one version of the weights, as the learner computes them:
+    proves that an engine holds that version."""
 
     tokens: list[int]
     """T token ids of the canary."""
@@ -57,8 +59,8 @@ class Canary(msgspec.Struct, array_like=True, frozen=True):
 
 
 def longest_canary(config: "Config") -> int:
-    """Most tokens of a canary that every engine takes: less than the longest sequence of the run, and at most the
-    model's context less `RESERVED_TOKENS`."""
+    """Maximum number of tokens of a canary that every engine takes: less than the longest sequence of the run, and at
+    most the model's context less `RESERVED_TOKENS`."""
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens - 1
     return min(longest, config.context_tokens - RESERVED_TOKENS) if config.context_tokens else longest
 
@@ -104,7 +106,7 @@ CHANGED_SHARE = 1 / 12
 """Share of values that `rounded_otherwise` raises by a unit in the last place, and share that it lowers. The variance
 of this change, 2/12 of a squared unit, is that of the difference of two roundings, each uniform within half a unit."""
 BFLOAT16_MANTISSA_BITS = 8
-"""Bits of bfloat16's mantissa, with the one that is not stored."""
+"""Number of bits of a bfloat16's significand, including the leading one, which is not stored."""
 
 
 @contextmanager

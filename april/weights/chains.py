@@ -43,14 +43,15 @@ from april.weights.transports import Link, Received, Transport
 log = logging.getLogger(__name__)
 
 CLAIM_S = 0.5
-"""Longest time that the learner waits for the head of a chain to forward a new version to a worker, before it sends the
-version to that worker itself (seconds)."""
+"""Time for which the learner waits for the first worker of a chain to forward a new version to a worker behind it.
+After that the learner sends the version to that worker itself (seconds)."""
 
 BUCKETS_PER_WORKER = 16
-"""Least number of buckets that the largest part is divided into, per worker of a chain, unless they would be smaller
-than `LEAST_FORWARDED_BYTES`."""
+"""Number of buckets (pieces of a transfer) per worker of a chain into which the largest rank's part of a version is
+divided at least, unless the buckets would be smaller than `LEAST_FORWARDED_BYTES`."""
 LEAST_FORWARDED_BYTES = 2**18
-"""Smallest size of forwarded buckets; each costs processor time in every worker."""
+"""Size in bytes below which the buckets (pieces of a transfer) of a chain are not made smaller, since each costs
+processor time in every worker."""
 
 
 # --- in the learner ---------------------------------------------------------------------------------------------------
@@ -58,29 +59,33 @@ LEAST_FORWARDED_BYTES = 2**18
 
 @dataclass(frozen=True)
 class Claim:
-    """A version that the head of a chain sends to the workers behind it."""
+    """What the learner decides for one worker of a chain, other than its first: that the worker receives a version from
+    the worker before it."""
 
     snapshot: Snapshot
     delta_to: DeltaBase | None
     """Base of the delta in which the version is sent; None: it is sent whole."""
     forwards: bool
-    """Whether the worker forwards the version: it is not the last worker that gets it."""
+    """Whether this worker forwards the version to the next one; False for the last worker that gets the version."""
     workers: int
-    """Number of workers that get the version along the chain, the head included."""
+    """Number of workers that get the version along the chain, its first worker included."""
 
 
 class Chains:
-    """The chains of a publisher's channels, of at most `size` workers each. Its functions are called with the
-    publisher's lock held."""
+    """In the learner: which worker's channel follows which in a chain of at most `size` workers. The publisher calls
+    all methods with its lock held."""
 
     def __init__(self, size: int, send: Callable[[WeightChannel, wire.Message], None]):
         """`send` queues a message to a channel's worker."""
         self.size, self._send, self._count = size, send, 0
 
     def extend(self, channels: Iterable[WeightChannel], invite_for: Callable[[WeightChannel], ChannelInvite]) -> None:
-        """Join chains of the open `channels`, at most `size` workers together: the last worker of one chain and the
-        first of another are told to connect. `invite_for(channel)`: an invitation to meet in the store of this channel;
-        both workers get it, with a name for their link in place of the channel's."""
+        """Join chains of the open `channels` into longer ones of at most `size` workers: the last worker of one chain
+        and the first of another are told to connect to each other.
+
+        `invite_for(channel)`: an invitation to the rendezvous store, as for a link of this channel. Both workers get
+        it, with a name of its own for the link between them.
+        """
         heads = [each for each in channels if each.upstream is None and can_chain(each)]
         if self.size == 1 or len(heads) < 2:
             return
@@ -116,9 +121,10 @@ class Chains:
             channel.is_linked = True
 
     def claim(self, head: WeightChannel, snapshot: Snapshot, form: Callable[[WeightChannel], DeltaBase | None]) -> int:
-        """Have a chain's head forward a version to the workers behind it, up to the first that is not ready for it or
-        needs another form: `form(channel)` is the base of the delta it takes, None for the whole version. Returns the
-        number of workers that get the version along the chain, the head included."""
+        """Have the chain's first worker (`head`) forward a version to the workers behind it, as far as each of them is
+        ready for it and takes it in the same form. `form(channel)`: the version to which its worker is sent a delta;
+        None if it is sent the whole version. Returns the number of workers that get the version along the chain, the
+        head included."""
         delta_to, members = form(head), list[WeightChannel]()
         for member in list(chain_from(head))[1:]:
             is_ready = member.is_linked and member.state == "ready" and member.acknowledged != snapshot.version
@@ -131,15 +137,17 @@ class Chains:
         return 1 + len(members)
 
     def awaits_claim(self, channel: WeightChannel, snapshot: Snapshot, since: float) -> bool:
-        """Whether a channel still waits for the head of its chain to claim a version. `since`: time from which the
-        channel has waited (`clock.now()`, seconds); it waits for at most `CLAIM_S`."""
+        """Whether a channel still waits for the first worker of its chain to forward a version to it. `since`: time
+        from which the channel has waited (`clock.now()`, seconds); it waits for at most `CLAIM_S`, then the learner
+        sends it the version."""
         if not channel.is_linked or clock.now() - since > CLAIM_S:
             return False
         *_, head = upstreams(channel)
         return head.state == "ready" and head.acknowledged != snapshot.version
 
     def forget(self, channel: WeightChannel) -> list[WeightChannel]:
-        """Take a lost channel out of its chain; returns those that were to receive a version through it."""
+        """Take a lost channel out of its chain; returns the channels behind it whose workers were receiving a version
+        through it."""
         cut = list[WeightChannel]()
         for member in list(chain_from(channel))[1:]:
             if not member.follows:
@@ -152,11 +160,12 @@ class Chains:
 
 
 def forwarded_bytes(parts: Iterable[WeightPart], bucket_bytes: int, workers: int) -> int:
-    """Bytes of the buckets in which a version is forwarded along a chain of `workers` workers; `bucket_bytes` if
-    `workers` is 1.
+    """Size in bytes of the buckets (pieces) in which a version is forwarded along a chain of `workers` workers;
+    `bucket_bytes` if `workers` is 1. `parts`: the parts of the version, one for each rank that sends.
 
     A worker forwards whole buckets, so the last worker is as many buckets behind as there are workers before it. The
-    buckets are so small that this is a small share of the largest part."""
+    buckets are so small that this is a small share of the largest part.
+    """
     if workers == 1:
         return bucket_bytes
     largest = max(part.total_bytes for part in parts)
@@ -204,12 +213,14 @@ class ChainLinks:
         """Whether a version is arriving from the worker before this one."""
 
     def forward_to(self, invite: ChannelInvite) -> None:
-        """Connect to the next worker, in place of an earlier one."""
+        """Connect to the worker that `invite` also invites, as the next one in the chain. Links to an earlier one are
+        closed."""
         self._close(self._downstream)
         self._downstream = self._meet(invite, as_learner=True)
 
     def follow(self, invite: ChannelInvite) -> list[Future[Link]]:
-        """Connect to the worker before this one, in place of an earlier one; returns futures of the links."""
+        """Connect to the worker that `invite` also invites, as the one before this in the chain; returns futures of the
+        links. Links to an earlier one are closed."""
         self._close(self._upstream)
         self._upstream = self._meet(invite, as_learner=False)
         return self._upstream
@@ -221,9 +232,10 @@ class ChainLinks:
 
     @contextlib.contextmanager
     def forwarding(self, sender: int, deadline: float) -> "Iterator[Received | None]":
-        """Context manager: a function that forwards each bucket of the part of the learner's rank `sender`, in order,
-        by `deadline` (Unix time, seconds); None if there is no next worker. The next worker notices a failure by
-        itself; this one does not wait for it."""
+        """Context manager that yields a function, to be called with each bucket received from the learner's rank
+        `sender`, in order. The function has the bucket sent to the next worker of the chain by `deadline` (Unix time,
+        seconds). It yields None if there is no next worker. A failure on that link is noticed by the next worker; this
+        one does not wait for it."""
         arrived: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         meeting = self._downstream[sender] if sender < len(self._downstream) else None
         if meeting:
@@ -262,7 +274,8 @@ def not_forwarding() -> AbstractContextManager[None]:
 
 
 def send_on(meeting: Future[Link], arrived: queue.SimpleQueue, deadline: float) -> None:
-    """Send the buckets in the queue `arrived` to the next worker, until the queue yields None."""
+    """Send the buckets in the queue `arrived` to the next worker of the chain, until the queue yields None. `meeting`:
+    future of the link to that worker; `deadline`: Unix time, seconds."""
 
     def buckets() -> Iterator[Tensor]:
         while (bucket := arrived.get()) is not None:

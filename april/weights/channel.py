@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 MAX_SENDERS = 4096
-"""Most ranks of a learner that send weights to one worker."""
+"""Maximum number of the learner's ranks that may send weights to one worker."""
 
 
 class ChannelJoin(Message):
@@ -73,26 +73,28 @@ def link_name(channel: str, sender: int) -> str:
 
 
 class ChannelForward(Message):
-    """Has a worker connect to the next one of its chain, in whose process groups it is rank 0, to forward to it what it
-    receives."""
+    """Tells a worker to connect to the next worker of its chain, and to forward to that worker what it receives. In the
+    process groups between the two, the receiver of this message is rank 0. `invite`: how they find each other."""
 
     channel: str
     invite: ChannelInvite
 
 
 class ChannelFollow(Message):
-    """Has a worker connect to the one before it in its chain, which forwards to it what it receives."""
+    """Tells a worker to connect to the worker before it in its chain, which will forward weights to it. `invite`: how
+    they find each other."""
 
     channel: str
     invite: ChannelInvite
 
 
 class ChannelLinked(Message):
-    """Whether the worker has connected to the one before it in its chain."""
+    """Tells the learner whether the worker has connected to the one before it in its chain (answer to
+    `ChannelFollow`)."""
 
     channel: str
     upstream: str
-    """Name of the invitation that it answers."""
+    """Name of the link between the two workers, as the learner's `ChannelFollow` gave it."""
     error: str = ""
     """Why the worker could not connect; "" if it could."""
 
@@ -108,12 +110,12 @@ class ChannelAlive(Message):
 
     channel: str
     puts_off: bool = False
-    """Whether the worker puts off loading the weights that the manifest has announced: nobody waits for it, and its
-    deadlines do not run."""
+    """Whether the worker puts off loading the weights that the manifest has announced. While it does, the learner does
+    not wait for this worker, and the worker's deadlines do not run."""
 
 
 CLOSED = -1
-"""Value of a variable for a file descriptor once the descriptor is closed."""
+"""Number that a variable has instead of a file descriptor once that descriptor is closed."""
 
 
 class TensorHead(msgspec.Struct, array_like=True, frozen=True):
@@ -132,10 +134,11 @@ class WeightPart(msgspec.Struct, array_like=True, frozen=True):
     checksum: str
     """Checksum of the bytes (`april.weights.snapshot.checksum`)."""
     digest: str = ""
-    """SHA-256 of the bytes (`april.weights.snapshot.digest`); "" if only the delta comes."""
+    """SHA-256 of the bytes (`april.weights.snapshot.digest`); "" if only a delta is sent, which is checked by
+    `delta_digest`."""
     delta_digest: str = ""
-    """SHA-256 of the delta's bytes, if the part is sent as a delta and checked by it; "" if the part is sent whole, or
-    the result of applying the delta is checked by `digest`."""
+    """SHA-256 of the bytes of the delta, if the part is sent as a delta. "" if the part is sent whole, or if `digest`
+    checks the tensors that result from the delta."""
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True):
@@ -153,7 +156,7 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True):
 
 
 class DeltaBase(msgspec.Struct, array_like=True, frozen=True):
-    """The weights to which a delta is applied."""
+    """Names the weights to which a delta is applied, by version and checksum."""
 
     version: Version
     digest: str
@@ -177,7 +180,7 @@ class ChannelManifest(Message):
     delta_to: DeltaBase | None = None
     """Weights to which the parts come as deltas; None: they come whole."""
     may_follow: bool = False
-    """Whether the next version may be a delta to this one, so that the worker should keep it."""
+    """Whether the learner may send the next version as a delta to this one, so that the worker should keep this one."""
     from_upstream: bool = False
     """Whether the worker before this one in its chain forwards the version, instead of the learner."""
     forwards: bool = False
@@ -202,7 +205,7 @@ class ChannelLoaded(Message):
 
 
 class ChannelFailed(Message):
-    """The channel has ended, because of `error`; sent by either side."""
+    """Tells the other side that the channel has ended, and why (`error`). Sent by the learner or by the worker."""
 
     channel: str
     error: str
@@ -235,12 +238,12 @@ class ChannelLost(RuntimeError):
 
 
 INBOX_MESSAGES = 64
-"""Most messages of one channel that may wait; a worker that sends more loses its channel."""
+"""Maximum number of messages of one channel that may wait; a worker that sends more loses its channel."""
 
 
 @dataclass(eq=False)
 class WeightChannel:
-    """The publisher's state of the channel to one worker."""
+    """What the learner's publisher knows of the channel to one worker."""
 
     name: str
     worker: str
@@ -252,13 +255,14 @@ class WeightChannel:
     puts_off: bool = False
     """Whether the worker puts off loading the weights that it was sent (the last `ChannelAlive` says so)."""
     posted: Version | None = None
-    """Version that the worker is ready to receive; None before the first."""
+    """The newest version for which the worker has said that it is ready to receive it (`ChannelPosted`); None before
+    the first."""
     server_ranks: int = 0
     """Number of ranks of all inference servers that join in the worker's stead; 0: the worker joins itself."""
     senders: int = 1
     """Number of the learner's ranks that send over the channel."""
     transfers: int = 0
-    """Number of transfers over the channel so far."""
+    """Number of versions that have been sent over the channel so far."""
     key: str = ""
     """CURVE public key of the worker; "" without CURVE."""
     base: str = ""
@@ -274,15 +278,17 @@ class WeightChannel:
     downstream: "WeightChannel | None" = None
     """The channel of the worker to which this one may forward."""
     link: str = ""
-    """Name of the links to the worker before it in its chain; "" without one."""
+    """Name of the links over which the worker before it in its chain forwards to this worker; "" without such a
+    worker."""
     is_linked: bool = False
     """Whether the worker has connected to the one before it in its chain."""
     is_alone: bool = False
     """Whether the worker could not connect to another one, and stays out of chains."""
     claim: Any = None
-    """Version that the head of its chain has it receive next (`april.weights.chains.Claim`); None without one."""
+    """The learner's decision that the worker receives a version from the one before it in its chain
+    (`april.weights.chains.Claim`); None if there is none, or the publisher's thread has taken it."""
     follows: bool = False
-    """Whether the worker is receiving, or has just received, a version from the one before it."""
+    """Whether the worker receives the current version from the one before it in its chain, not from the learner."""
     inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
     """Received messages of the channel: ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed."""
 
@@ -345,18 +351,18 @@ def connect_to_store(host: str, port: int, timeout_s: float) -> "dist.TCPStore":
 LEARNER, WORKER = 0, 1
 """Ranks of the learner and of the worker in a channel. The ranks of an inference server start at `WORKER`."""
 IN_FLIGHT = 2
-"""Most buckets in transfer at a time: as many as gloo has threads for."""
+"""Maximum number of buckets in transfer at a time: as many as gloo has threads for."""
 
 
 def join(
     name: str, store: "dist.TCPStore", rank: int, backend: str, timeout_s: float, server_ranks: int = 0
 ) -> "dist.Backend":
-    """Build the process group of channel `name`. `rank`: `LEARNER` or `WORKER`. `backend`: gloo | nccl. Raises
-    RuntimeError or OSError if the other side does not join.
+    """Build the process group of the channel or link `channel`. `rank`: `LEARNER` or `WORKER`. `backend`: gloo | nccl.
+    Raises RuntimeError or OSError if the other side does not join.
 
     gloo listens only at this machine's address on the route to the store. `server_ranks`: if above 0, the other side is
-    a server with that many ranks, which prefixes its keys as torch's own groups do. gloo may block for five times
-    `timeout_s`, so call this from a thread that nobody waits for.
+    a server with that many ranks, which prefixes its keys in the store as torch's own groups do. gloo may block for
+    five times `timeout_s` (seconds), so call this from a thread that nobody waits for.
     """
     import torch.distributed as dist
 

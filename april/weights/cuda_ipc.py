@@ -33,7 +33,7 @@ class CudaIpcTransport(SharedMemoryTransport):
     device: ClassVar[str] = "cuda"
 
     def __init__(self, config: WeightsSection):
-        """Raises ConfigError without an accelerator."""
+        """Raises ConfigError if the machine has no CUDA device."""
         super().__init__(config)
         self._rings: list[Tensor] = []
         """Rings that no link uses now, kept for the next link: torch never frees memory that a killed process had
@@ -52,7 +52,8 @@ class CudaIpcTransport(SharedMemoryTransport):
             )
 
     def give_handle(self, peer: socket.socket, ring: "Tensor") -> None:
-        """Tell the worker how to open the ring."""
+        """Send the worker, over the socket `peer`, what it needs to open the ring: its CUDA IPC handle, and the UUID of
+        its accelerator."""
         import torch
 
         torch.cuda.current_stream().synchronize()  # whatever used this memory before
@@ -60,7 +61,8 @@ class CudaIpcTransport(SharedMemoryTransport):
         peer.sendall(msgspec.msgpack.encode((uuid_of(ring.device.index), handle)))
 
     def open_handle(self, content: bytes, descriptors: list[int]) -> "torch.UntypedStorage":
-        """Open the ring of the learner. Raises OtherMachine if it is on another accelerator."""
+        """The memory of the learner's ring, opened by the handle in the learner's message `content`. Raises
+        OtherMachine if the ring is on an accelerator that this process does not have."""
         import torch
 
         try:

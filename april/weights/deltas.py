@@ -36,7 +36,7 @@ from april.weights.snapshot import (
 )
 
 BLOCK_BYTES = 2**24
-"""Most bytes of a block, which bounds the memory that a thread takes for encoding and applying."""
+"""Maximum number of bytes of a block, which bounds the memory that a thread takes for encoding and applying."""
 COMPARED_VALUES = 2**18
 """Values of a block that are compared at a time: the result stays in the processor's cache."""
 LEVEL = 1
@@ -50,11 +50,12 @@ DISTANCE = np.dtype("<u4")
 
 
 class WrongBase(SnapshotError):
-    """A delta that was not damaged on its way gives other tensors than the learner's: the base at hand has changed."""
+    """Raised if a delta arrived undamaged, but gives other tensors than the learner has: so the worker's copy of the
+    base, to which it was applied, is no longer what the learner sent."""
 
 
 class DeltaTensor(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor in a file of deltas."""
+    """Description of one tensor in the header of a file of deltas."""
 
     head: TensorHead
     checksum: str
@@ -67,8 +68,9 @@ class DeltaTensor(msgspec.Struct, array_like=True, frozen=True):
 def delta_pieces(
     heads: Sequence[TensorHead], new: Mapping[str, Tensor], base: Mapping[str, Tensor], *, checked: bool = True
 ) -> list[bytes]:
-    """The bytes of a file of deltas that turn `base` into `new`. A tensor that `base` has not, or has in another shape
-    or dtype, is whole. `checked`: with a checksum of each tensor."""
+    """The content, in pieces, of a file of deltas that turn the tensors `base` into `new`, which `heads` describe. A
+    tensor that `base` does not contain, or contains in another shape or dtype, is in the file whole. `checked`: whether
+    the file gets a checksum of each new tensor."""
     described, payloads = [], list[bytes]()
     with on_threads() as submit:
         encoding = []
@@ -94,9 +96,9 @@ def apply_delta(
     in_place: Tensor | None = None,
 ) -> tuple[list[TensorHead], Tensor]:
     """Apply the file of deltas `data`, uint8 [bytes], to the tensors `base`; returns (names, dtypes and shapes of the
-    new tensors, their packed bytes). `in_place`: the buffer in which `base` lies, to be overwritten; None: a new one of
-    `buffers`. `part`: the trusted description of the result; None: the checksums in the file are used. Raises
-    SnapshotError if the result does not match."""
+    new tensors, their packed bytes). `in_place`: the buffer that holds `base`, to be overwritten; None: write to a new
+    buffer, taken from `buffers`. `part`: the learner's description of the result, by which it is checked; None: it is
+    checked by the checksums in the file. Raises SnapshotError if the result does not match."""
     content = memoryview(data.numpy())
     try:
         (length,) = LENGTH.unpack(content[: LENGTH.size])
@@ -173,8 +175,9 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> tuple[str, bytes]:
 
 
 def decode(form: str, payload: memoryview, old: np.ndarray | None, into: np.ndarray) -> None:
-    """Write the values of a block, which may lie where `old` does. Raises ZstdError, ValueError or IndexError if the
-    payload is not of this form and size."""
+    """Decode the block `payload` into the array `into`. `form`: sparse | xor | whole; `old`: the base's values of the
+    block, whose memory `into` may share. Raises ZstdError, ValueError or IndexError if the payload is not of this form
+    and size."""
     if zstandard.frame_content_size(payload) > into.size * (DISTANCE.itemsize + into.itemsize):
         raise ValueError("a block is too long")
     raw = zstandard.ZstdDecompressor().decompress(payload)

@@ -7,8 +7,9 @@ it is.
     FOLDER/step_000012-3/canary.msgpack                   the learner's canary under these weights
     FOLDER/step_000012-3/SHA256SUMS                       the checksum of each file, written last
 
-A worker knows the checksum of the list from the broker, and through the list that of every file. With
-`weights.delta` most snapshots are deltas to the one before, and have in place of these files but the last two:
+A worker knows the checksum of the list SHA256SUMS from the broker, and through the list that of every file. With
+`weights.delta` most snapshots are deltas to the one before. These have canary.msgpack and SHA256SUMS too, and in place
+of the other files:
 
     FOLDER/step_000013-3/model-0000-0000.delta            what has changed (`april.weights.deltas`)
     FOLDER/step_000013-3/chain.msgpack                    the snapshots that it rests on, each with its checksum
@@ -55,10 +56,10 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"step_(\d{6,})-(\d+)")
 FILE_BYTES = 2**30
-"""Most bytes of tensors in a file, unless a single tensor is larger. Several files can be read and checked in
-parallel."""
+"""Maximum number of bytes of tensors in a file, unless a single tensor is larger. Several files can be read and checked
+in parallel."""
 READERS = 4
-"""Most files that a worker reads at a time."""
+"""Maximum number of files that a worker reads at a time."""
 CANARY_FILE = "canary.msgpack"
 INDEX_FILE = "model.safetensors.index.json"
 CHAIN_FILE = "chain.msgpack"
@@ -68,10 +69,10 @@ FORMAT_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Names of dtypes in safetensors files."""
 HEADER_ALIGNMENT_BYTES = 16
 LENGTH = struct.Struct("<Q")
-"""Layout of the header's length, with which a safetensors file begins."""
+"""Layout of the first bytes of a safetensors file, which have the length of its header: uint64."""
 WAITS_OF_A_CALL = 2
-"""Number of timeouts that a call to an unresponsive store takes before it gives up: only the second one shows that no
-bytes have arrived since the first."""
+"""Number of read timeouts after which a call to a store that sends nothing fails. It takes two: bytes may have arrived
+during the first, but not between the first and the second."""
 KEPT = 2
 """Number of the newest snapshots announced to the broker, which are never removed."""
 
@@ -85,7 +86,7 @@ class WrittenFile:
     tensors: list[str]
     """Names of the tensors in the file."""
     size: int
-    """Bytes of the tensors, or of their deltas."""
+    """Bytes that the tensors take in the file, or their deltas in a file of deltas."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class SnapshotFolders:
     def __init__(self, objects: ObjectStore, has_deltas: bool = False):
         self.objects, self.has_deltas = objects, has_deltas
         self._superseded: dict[Version, float] = {}
-        """Time at which each snapshot was first found superseded, Unix time in seconds."""
+        """For each snapshot that is no longer to be kept: time of the first call of `prune` that did not name it, Unix
+        seconds."""
 
     @classmethod
     def of(cls, config: Config) -> "SnapshotFolders":
@@ -112,9 +114,9 @@ class SnapshotFolders:
 
     @classmethod
     def to_read(cls, config: Config) -> "SnapshotFolders":
-        """The snapshots of a run, for a worker that reads them. A call that gets no bytes is given up within
-        `weights.transfer_deadline_s`, and is not retried: the worker uses another snapshot, and tries this one
-        again."""
+        """The snapshots of a run, for a worker that reads them. A call to the store that gets no bytes fails within
+        `weights.transfer_deadline_s` and is not retried: the worker uses an older snapshot meanwhile, and tries this
+        one again."""
         timeout_s = config.weights.transfer_deadline_s / WAITS_OF_A_CALL
         return cls(ObjectStore(url_of(config), min(TIMEOUT_S, timeout_s), ()), config.weights.delta != "off")
 
@@ -137,8 +139,9 @@ class SnapshotFolders:
         others: Mapping[str, bytes],
         chain: Sequence[WeightFolder] = (),
     ) -> WeightFolder:
-        """Write the small files once all ranks have written theirs. `others`: content of the model folder's other
-        files, by name. `chain`: the snapshots that a delta depends on, from the whole one to its base."""
+        """Write the small files of a snapshot (index, canary, checksums), once all ranks have written their `files` of
+        tensors. `others`: content of the model folder's other files, by name. `chain`: the snapshots that a delta
+        depends on, from the whole one to its base; empty for a whole one."""
         small = {**others, INDEX_FILE: index_of(files)}
         if chain:
             small = {CHAIN_FILE: msgspec.msgpack.encode(chain)}
@@ -153,9 +156,9 @@ class SnapshotFolders:
         return WeightFolder(version, hashlib.sha256(checksums).hexdigest())
 
     def prune(self, kept: Collection[Version], reading_s: float) -> None:
-        """Remove snapshots that no worker needs any more: all but those of the versions `kept`, which the broker tells
-        workers of, and those that were superseded less than `reading_s` seconds ago, which a worker may still be
-        reading. Must not run while a snapshot is being written."""
+        """Remove snapshots that no worker needs any more. Two kinds stay: those of the versions `kept`, of which the
+        broker tells workers, and those that left `kept` less than `reading_s` seconds ago, since a worker may still be
+        reading them. Must not run while a snapshot is being written."""
         found: dict[Version, set[str]] = {}
         for path in self.objects.names():
             folder, _, name = path.partition("/")
@@ -185,9 +188,9 @@ class SnapshotFolders:
     def read(
         self, folder: WeightFolder, buffers: ReusedBuffers, timeout_s: float, held: ReadSnapshot | None = None
     ) -> ReadSnapshot:
-        """Read and check a snapshot into `buffers`. `held`: a snapshot read before, to which a delta is applied. Raises
-        SnapshotError for a file that is not what was written, or for another base, StoreError for one that cannot be
-        read within `timeout_s`."""
+        """Read and check a snapshot into `buffers`. `held`: the snapshot that the worker read before, to which a delta
+        is applied. Raises SnapshotError for a file that is not what was written, or if `held` is not the delta's base;
+        StoreError if the snapshot cannot be read within `timeout_s`."""
         deadline, sums = clock.now() + timeout_s, self._checksums(folder)
         chain = self._chain(folder, sums)
         if chain and (held is None or held.folder != chain[-1]):
@@ -229,7 +232,8 @@ class SnapshotFolders:
         deadline: float,
         base: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """The tensors of one file, or those that its deltas make of `base`, as views of a buffer of their own."""
+        """The tensors of the snapshot's file `name`, as views of a buffer of their own; of a file of deltas the tensors
+        that it makes of `base`. `digest`: the file's expected SHA-256; `deadline`: Unix time, seconds."""
         data = torch.empty(0, dtype=torch.uint8)
         found = hashlib.sha256()
 

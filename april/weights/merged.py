@@ -16,21 +16,23 @@ class MergedSnapshots:
     """The complete weights of the latest version, merged once for all channels that need them."""
 
     base: BaseWeights | None = None
-    """Base model of the adapter."""
+    """The base model that the run's adapter is merged into; None in a run without an adapter."""
 
     def __init__(self) -> None:
         self._making = threading.Lock()
         self._latest: Snapshot | None = None
         self._senders = 0
-        """Number of ranks that have each merged a part of `_latest`."""
+        """Number of ranks that have divided the merging of `_latest` among them; 1: rank 0 has merged all."""
 
     def form_for(
         self, channel: WeightChannel, snapshot: Snapshot, others: PartCommands | None, sends: bool = True
     ) -> Snapshot:
-        """The snapshot in the form that the channel's worker accepts: the adapter, or complete weights. `others`:
-        commands to the other ranks that send, each of which then merges a part of the complete weights, and rank 0's
-        part is returned; None: rank 0 merges all. `sends`: whether the learner sends this version over the channel, so
-        that each of these ranks is told to keep its part until then."""
+        """The snapshot in the form that the channel's worker accepts: the adapter as it is, or complete weights.
+
+        `others`: commands to the other ranks that send: each then merges a part of the complete weights, and rank 0's
+        part is returned. None: rank 0 merges all. `sends`: whether the learner itself sends this version over the
+        channel, for which the other ranks are told to keep their parts; otherwise another worker forwards it.
+        """
         if snapshot.adapter is None or self.base is None or channel.base == snapshot.adapter.base:
             return snapshot
         if not channel.transfers:

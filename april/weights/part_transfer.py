@@ -46,24 +46,25 @@ from april.weights.transports import Link, Received
 log = logging.getLogger(__name__)
 
 Packed: TypeAlias = tuple[list[TensorHead], Tensor]
-"""Tensors, and the buffer in which they lie."""
+"""Tensors by name, dtype and shape, and the buffer, uint8 [bytes], that holds them one after the other."""
 Forwarding: TypeAlias = "AbstractContextManager[Received | None]"
 LENGTH = struct.Struct("<Q")
 VERIFY_EVERY = 20
 """Interval, in transfers, at which the weights in an inference server are verified, beginning with its first
 transfer."""
 NONE = torch.empty(0, dtype=torch.uint8)
-"""Stands for a delta that does not exist."""
+"""An empty tensor that stands for "there is no delta"."""
 SPARE_BYTES = 2**20
-"""Most bytes by which a delta may exceed its part: it has a header, and incompressible values get a little longer."""
+"""A worker refuses a delta that is longer than its part by more than this many bytes and a 64th of the part. Longer it
+may be: it has a header, and values that do not compress get a little longer."""
 
 
 # --- on the learner ---------------------------------------------------------------------------------------------------
 
 
 class PartDelta:
-    """Delta of a part to the same part of the version before. It is computed when the first link needs it, and then
-    kept for all. The base is kept until then, or until it is released."""
+    """Delta of a rank's part of a version to the part of the version before (the base). It is computed when the first
+    link needs it, and then kept for all links. The base is kept in memory until then, or until `release`."""
 
     def __init__(self, base: Snapshot):
         self.base = DeltaBase(base.version, joint_checksum(base.parts))
@@ -87,8 +88,7 @@ class PartDelta:
         return self._encoded
 
     def release(self) -> None:
-        """Drop the base, unless the delta is computed already or just being computed. Without it, links send the part
-        whole."""
+        """Drop the base to free its memory. If the delta has not been computed by then, links send the part whole."""
         if self._encoding.acquire(blocking=False):  # otherwise it is being computed, and then dropped
             self._old = None
             self._encoding.release()
@@ -102,7 +102,7 @@ class SnapshotWithDelta(Snapshot):
 
 
 class DeltaBases:
-    """Gives each version that a rank publishes its delta to the version before."""
+    """Keeps the version that a rank has published last, so that the next one can be sent as a delta to it."""
 
     def __init__(self, delta: str):
         """`delta`: value of `weights.delta`."""
@@ -111,8 +111,9 @@ class DeltaBases:
         self._delta: PartDelta | None = None
 
     def followed_by(self, part: Snapshot, channels: Iterable[WeightChannel] | None = None) -> Snapshot:
-        """This rank's part of the next version. It gets a delta to the last version, unless it is an adapter, which is
-        small, or no worker of `channels` may have kept the last version (None: assume that one has)."""
+        """This rank's part of the next version, with a delta to the last version where one is of use: not for an
+        adapter, which is small, and not if no worker of `channels` may have kept the last version (None: assume that
+        one has)."""
         last, self._last = self._last, part if self.are_kept and not part.adapter else None
         self._delta = None
         if last is None or self._last is None or last.version == part.version:
@@ -124,8 +125,8 @@ class DeltaBases:
         return SnapshotWithDelta(**vars(part), delta=delta)
 
     def release(self) -> None:
-        """Free the version before the newest, if no link has computed a delta to it, before memory for the next version
-        is allocated."""
+        """Free the memory of the version before the newest, before the next version is gathered. If no link has
+        computed the delta between these two yet, the newest version is sent whole from now on."""
         delta, self._delta = self._delta, None
         if delta:
             delta.release()
@@ -136,7 +137,8 @@ class DeltaBases:
 
 
 def may_keep(channel: WeightChannel, base: DeltaBase) -> bool:
-    """Whether the worker of a channel keeps the weights `base`, or is just receiving them and may keep them."""
+    """Whether the worker of a channel keeps the weights `base` for deltas, or is receiving them now and may keep
+    them."""
     is_receiving = channel.posted == base.version != channel.acknowledged
     is_held = (channel.acknowledged, channel.digest) == (base.version, base.digest)
     return not channel.server_ranks and (is_held or is_receiving)
@@ -159,8 +161,9 @@ def prepare_delta(part: Snapshot) -> Tensor:
 
 
 def as_sent(snapshot: Snapshot, as_delta: bool) -> list[WeightPart]:
-    """Descriptions of all parts of a version, this rank's first. With `as_delta` this rank's has the SHA-256 of its
-    delta; all others have the SHA-256 of the whole part, since a rank has only its own delta."""
+    """Descriptions of all parts of a version, this rank's first. With `as_delta` this rank's description has the
+    SHA-256 of its delta, if there is one. All others have the SHA-256 of the whole part, since a rank has only its own
+    delta."""
     if as_delta and len(prepare_delta(snapshot)) and isinstance(snapshot, SnapshotWithDelta):
         return [structs.replace(snapshot.part, delta_digest=snapshot.delta.digest), *snapshot.others]
     return [snapshot.hashed_part, *snapshot.others]
@@ -183,8 +186,9 @@ def send_part(
 
 
 def expected_in_server(channel: WeightChannel, snapshot: Snapshot) -> dict[str, str]:
-    """Expected checksums of the inference server's tensors, by name: for every `VERIFY_EVERY`-th transfer of a channel,
-    if they can be predicted; otherwise empty. Counts the transfer."""
+    """Expected checksums of the inference server's tensors, by name. They are given for the first and every
+    `VERIFY_EVERY`-th later transfer over a channel, if they can be predicted; otherwise the result is empty. The call
+    counts as one transfer."""
     due = channel.transfers % VERIFY_EVERY == 0
     channel.transfers += 1
     if not due or not channel.server_ranks or channel.backend != "gloo":
@@ -195,8 +199,8 @@ def expected_in_server(channel: WeightChannel, snapshot: Snapshot) -> dict[str, 
 
 
 def copies_sent(channel: WeightChannel) -> int:
-    """Number of copies of a broadcast that rank 0 itself sends. gloo broadcasts along a binomial tree, whose root sends
-    one copy for each doubling of the group."""
+    """How many times rank 0 itself sends the bytes of a broadcast. gloo broadcasts along a binomial tree, whose root
+    sends one copy for each doubling of the group."""
     return max(1, channel.server_ranks.bit_length()) if channel.backend == "gloo" else 1
 
 
@@ -215,15 +219,17 @@ class KeptWeights:
 
     @classmethod
     def lend(cls, name: DeltaBase, parts: Sequence[Packed]) -> tuple[Self, dict[str, Tensor]]:
-        """(the kept weights, their tensors by name for an engine, which may use them for any time). `name`: version and
-        checksum of the weights. `parts`: all parts of the version."""
+        """(the kept weights, their tensors by name). The tensors are for an engine, which may use them as long as it
+        likes; the kept weights know when it no longer does. `name`: version and checksum of the weights. `parts`: all
+        parts of the version."""
         views = [data.numpy() for _, data in parts]
         buffers = [(heads, data, weakref.ref(view)) for (heads, data), view in zip(parts, views, strict=True)]
         lent = [(heads, torch.from_numpy(view)) for (heads, _), view in zip(parts, views, strict=True)]
         return cls(name, unpack_all(parts), buffers), unpack_all(lent)
 
     def own_buffer(self, heads: list[TensorHead]) -> Tensor | None:
-        """The buffer in which these tensors lie, if nobody else uses them; a delta is then applied in place."""
+        """The buffer that holds the part with these tensors (`heads`), if the engine no longer uses it, so that a delta
+        may overwrite it; otherwise None."""
         return next((data for its, data, lent in self.buffers if its == heads and lent() is None), None)
 
 
@@ -233,12 +239,12 @@ def unpack_all(parts: Iterable[Packed]) -> dict[str, Tensor]:
 
 
 MOST_WHOLE = 64
-"""Most versions in a row that a worker takes whole because deltas have failed."""
+"""Limit of `DeltaRetry`: most versions in a row that a worker has sent whole before it tries a delta again."""
 
 
 class DeltaRetry:
-    """When a worker takes deltas again after one has failed: the version itself comes whole, and so does the next one,
-    after a second failure the next two, then four and so on. A delta that succeeds ends that."""
+    """Decides when a worker accepts deltas again after one has failed. That version is sent whole, and so is the next
+    one; after a second failure the next two are, then four and so on. A delta that succeeds resets this."""
 
     def __init__(self) -> None:
         self._pause = self._whole_versions = 0

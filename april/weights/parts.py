@@ -40,15 +40,16 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 ALL = 0
-"""Stands for all ranks but rank 0, in place of the number of one."""
+"""Value of `SendPart.sender` that stands for all ranks but rank 0."""
 MAX_UNREACHED = 3
-"""Number of channels joined over rank 0's link alone, with none joined over all links, after which rank 0 sends all
-weights or, with `weights.senders` = "all", the learner ends."""
+"""Number of channels that workers join over rank 0's link alone, while no worker has joined one over the links of all
+ranks, after which the other ranks count as unreachable. Then rank 0 sends all weights or, with `weights.senders` =
+"all", the learner ends."""
 OVER = "the other ranks of the learner take no more commands"
 PIECE_BYTES = 16 << 20
-"""Size of the messages in which a part goes from one rank to another."""
+"""Maximum number of bytes per message when one rank of the learner sends its part to another."""
 END_S = 30.0
-"""Longest wait for the last command to reach all ranks, seconds."""
+"""Time limit of rank 0, at its end, for its last command to reach all ranks, seconds."""
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
@@ -58,14 +59,15 @@ class SendingCommand(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class OpenLink(SendingCommand, frozen=True):
-    """Connect to a worker or its inference server, which has received `invite`."""
+    """Connect to the worker, or its inference server, to which the invitation `invite` was sent."""
 
     invite: ChannelInvite
     server_ranks: int
 
 
 class HoldPart(SendingCommand, frozen=True):
-    """Keep the part of the newest version until it is sent over a channel or the channel ends."""
+    """Keep this rank's part of the newest version for a channel, until it has been sent over the channel or the channel
+    ends."""
 
     channel: str
     version: Version
@@ -92,15 +94,17 @@ class CloseLink(SendingCommand, frozen=True):
 
 
 class WithdrawPart(SendingCommand, frozen=True):
-    """Start no further transfer of the newest version: the next one is made in its memory."""
+    """Begin no further transfer of the newest version, because the next version is about to be gathered in the same
+    memory."""
 
 
 class GivePart(SendingCommand, frozen=True):
-    """Send the part of the newest version to rank 0, which alone sends weights from now on."""
+    """Send this rank's part of the newest version to rank 0, which from now on sends all weights to the workers
+    itself."""
 
 
 class EndSending(SendingCommand, frozen=True):
-    """End of publication: no further version is sent."""
+    """No further version is published: end the thread that takes commands."""
 
 
 class MergePart(SendingCommand, frozen=True):
@@ -116,8 +120,8 @@ class MergePart(SendingCommand, frozen=True):
 AnyCommand = OpenLink | HoldPart | SendPart | CloseLink | WithdrawPart | GivePart | MergePart | EndSending
 DECODER = msgspec.msgpack.Decoder(AnyCommand)
 Description: TypeAlias = tuple[WeightPart, dict[str, str]]
-"""Description of a rank's part of a version: the part, and the checksums that its tensors have in an inference
-server."""
+"""Description of a rank's part of a version: (the part's tensors and checksums, the expected checksum of each tensor in
+an inference server by name)."""
 DESCRIPTIONS = msgspec.msgpack.Decoder(Description | str)
 """Decoder of a rank's answer to `MergePart`: the description of its part, or the reason why it has none."""
 
@@ -155,8 +159,8 @@ class PartCommands:
         self._outbox.put((command, None, lambda: None))
 
     def ask(self, command: AnyCommand, exchange: Callable[[], Answer]) -> Answer:
-        """Send a command to all other ranks, then return the result of `exchange`, which receives their answers and is
-        called in this object's thread. Raises RuntimeError if a rank is gone, or nothing is published any more."""
+        """Send a command to all other ranks, then call `exchange` in this object's thread to receive their answers;
+        returns what `exchange` returns. Raises RuntimeError if a rank is gone, or after `close`."""
         answer: Future[Answer] = Future()
         with self._closing:
             if self._is_over:
@@ -169,8 +173,8 @@ class PartCommands:
         return self.ask(GivePart(), partial(received_parts, part, self.group))
 
     def merge(self, snapshot: Snapshot, adapter: Adapter) -> Snapshot:
-        """Have each rank merge its part of the complete weights of a version; returns rank 0's. Raises RuntimeError if
-        one cannot."""
+        """Have each rank merge its part of the complete weights of a version; returns rank 0's part, which describes
+        the others. Raises RuntimeError if a rank cannot merge its part."""
         assert self.merger
         trained, ranks = unpack(snapshot.heads, snapshot.data), range(dist.get_world_size(self.group))
         given = [pack(snapshot.version, self.merger.trained_for(rank, trained)) for rank in ranks]
@@ -204,7 +208,8 @@ class PartCommands:
         return own, answers
 
     def close(self, timeout_s: float = END_S) -> None:
-        """Tell the other ranks that nothing is published any more."""
+        """Tell the other ranks that no further version is published, and wait for at most `timeout_s` until they have
+        heard."""
         self.tell(EndSending())
         self._thread.join(timeout_s)
 
@@ -281,8 +286,9 @@ class SendingLink:
     held: Snapshot | None = None
     """Part that a `HoldPart` command has this rank keep until a `SendPart` command sends it; None without one."""
     due: queue.SimpleQueue[tuple[Snapshot, SendPart | None, float] | None] = field(default_factory=queue.SimpleQueue)
-    """Parts to send, each with the command and its deadline (Unix time, seconds); with None for the command, the delta
-    of the part is only computed, to be sent by a later command. None: the channel has ended."""
+    """Work of the link's thread, in order: (part, command to send it, deadline as Unix time in seconds). If the command
+    is None, only the delta of the part is computed, to be sent on a later command. None in place of all three: the
+    channel has ended."""
 
 
 class PartSender:
@@ -309,7 +315,7 @@ class PartSender:
         self._thread.start()
 
     def keep(self, part: Snapshot) -> None:
-        """Keep this rank's part of the version that is published next."""
+        """Make `part` this rank's newest part, to be sent once rank 0 has published the version."""
         with self._changed:
             self._newest = self._bases.followed_by(part)
 
@@ -322,7 +328,8 @@ class PartSender:
                 raise RuntimeError(f"rank 0 has not withdrawn the last weights within {timeout_s:g} s")
 
     def close(self) -> None:
-        """Wait until rank 0 ends the thread that takes commands, once the workers have the last version."""
+        """Wait for the end of this rank's thread: rank 0 ends it by a command, once the workers have the last
+        version."""
         self._thread.join(self.config.transfer_deadline_s + END_S)
 
     def _run(self) -> None:
@@ -361,7 +368,8 @@ class PartSender:
                 self._direct(known, command)
 
     def _merge(self, command: MergePart) -> None:
-        """Merge this rank's part, and tell rank 0 of it."""
+        """Receive trained tensors from rank 0, merge this rank's part with them, and send rank 0 the part's
+        description, or the error."""
         self._newest, heads = None, command.trained[self.rank - 1]
         data = receive_bytes(empty_buffer(layout(heads)[1]), 0, self.group)
         made = merged_or_why(self.merger, self.rank, command, heads, data)
@@ -373,7 +381,7 @@ class PartSender:
         send_bytes(encoded, 0, self.group)
 
     def _direct(self, link: SendingLink, command: HoldPart | SendPart | CloseLink) -> None:
-        """Carry out a command about one link."""
+        """Carry out, or pass to the thread of the link, a command that concerns the link to one worker."""
         if isinstance(command, HoldPart) and self._newest and self._newest.version == command.version:
             link.held = self._newest
             if command.as_delta:

@@ -60,7 +60,7 @@ LOOPBACK = "127.0.0.1"
 SILENCE_S = 3.0
 """Seconds of silence after which a worker loses its channel; workers send a sign of life every 0.5 seconds."""
 MAX_CHANNELS = 2048
-"""Most channels at a time; each channel has a thread."""
+"""Maximum number of channels at a time; each channel has a thread."""
 
 
 class WeightPublisher:
@@ -105,8 +105,9 @@ class WeightPublisher:
         thread.start()
 
     def share(self, ranks: PartCommands, senders: int) -> None:
-        """From now on each version is published in `senders` parts, one per rank of the learner; `ranks`: commands to
-        all ranks but rank 0. Channels that exist are closed as lost, so that their workers ask for new ones."""
+        """From now on publish each version in `senders` parts, one per rank of the learner; `ranks`: commands to all
+        ranks but rank 0. Open channels are closed as lost, so that their workers ask for new ones with a link to each
+        rank."""
         with self._changed:
             self._ranks, self._senders = ranks, senders
             for channel in list(self._channels.values()):
@@ -122,7 +123,8 @@ class WeightPublisher:
 
     @property
     def newest(self) -> Snapshot | None:
-        """Rank 0's part of the version that is sent; None before the first, and while the next one is gathered."""
+        """Rank 0's part of the newest version; None before the first, and after `withdraw` until the next is
+        published."""
         return self._snapshot
 
     def send_alone(self, newest: Snapshot | None) -> None:
@@ -146,8 +148,8 @@ class WeightPublisher:
     def publish(
         self, version: Version, weights: Mapping[str, Tensor] | AdapterWeights | Snapshot, canary: Canary | None = None
     ) -> dict[str, float]:
-        """Send `version` to all workers; returns once each has loaded it, puts that off or is lost, or at the publish
-        deadline.
+        """Send `version` to all workers. Returns when no worker is awaited any more, because it has loaded the version,
+        puts that off or is lost, and at the publish deadline at the latest.
 
         `weights`: all of them, an adapter, or rank 0's part. `canary`: the learner's under this version. With an
         adapter, workers that do not have the same base model are sent complete weights. Returns figures by name.
@@ -189,7 +191,7 @@ class WeightPublisher:
         return self._offer(self._snapshot)
 
     def _running(self, version: Version) -> list[WeightChannel]:
-        """Channels whose worker's engine has not stopped for `version` yet."""
+        """Open channels whose worker has not said yet that its engine has stopped to load `version`."""
         return [channel for channel in self._behind(version) if channel.posted != version]
 
     def _offer(self, snapshot: Snapshot) -> dict[str, float]:
@@ -355,7 +357,7 @@ class WeightPublisher:
         return self.config.host, self._store.port
 
     def _join_s(self, channel: WeightChannel) -> float:
-        """Longest time to build a channel, seconds. A server builds its groups one after the other."""
+        """Time limit for building a channel's process groups, seconds. A server builds them one after the other."""
         return self.config.join_deadline_s * (channel.senders if channel.server_ranks else 1)
 
     def _other_senders(self, channel: WeightChannel) -> PartCommands | None:
@@ -373,7 +375,8 @@ class WeightPublisher:
         return ChannelInvite(channel.name, channel.backend, *self.store, self._join_s(channel), channel.senders)
 
     def _await_ready(self, channel: WeightChannel) -> None:
-        """Wait until a channel's worker is connected to all ranks that send; a live worker that is not is counted."""
+        """Wait until a channel's worker is connected to all ranks that send. If a worker that is alive does not connect
+        in time, the channel counts as `PartCommands.unreached`. Raises ChannelLost."""
         others = self._other_senders(channel)
         try:
             self._await(channel, ChannelReady, None, clock.now() + self._join_s(channel))

@@ -29,7 +29,7 @@ from april.wire.sockets.base import is_socket_file, socket_beside
 
 FROM_WORKERS = (ChannelJoin, ChannelReady, ChannelAlive, ChannelLinked, ChannelPosted, ChannelLoaded, ChannelFailed)
 ANYBODY = KeyOwner("", "worker", "")
-"""Sender of every message if no keys are set."""
+"""Stands for the sender of each message in a run without keys, in which senders are not known."""
 
 
 class PublisherSocket:

@@ -28,7 +28,8 @@ POLL_S = 0.5
 
 
 class SnapshotPuller(WeightSource):
-    """Reads the newest snapshot that the broker has announced, or the one before if that cannot be used."""
+    """Reads the newest snapshot that the broker has announced; if that cannot be used, the newest older one that
+    can."""
 
     def __init__(self, folders: SnapshotFolders, timeout_s: float, up: Callable[[], bool] = lambda: True):
         """`timeout_s`: longest time to read a snapshot. `up`: whether the engine is up; nothing is read while it is
@@ -39,13 +40,15 @@ class SnapshotPuller(WeightSource):
         self._changed = threading.Condition()
         self._offered: list[WeightFolder] = []
         self._taken: Version | None = None
-        """Version that was read last, unless the engine has lost or refused it."""
+        """Version of the snapshot that was read last; None if there is none, or the engine has lost or refused that
+        version."""
         self._held: ReadSnapshot | None = None
         """The snapshot that was read last, kept as the base of the next delta; None if the run writes no deltas."""
         self._read_again: WeightFolder | None = None
-        """The snapshot for which the chain was read again, since its delta did not fit the base that was held."""
+        """The snapshot for which its whole chain (the last whole snapshot and the deltas since) was read again, because
+        its delta did not fit the snapshot in `_held`."""
         self._loading: Version | None = None
-        """Version that the main loop took last."""
+        """Version that the main loop has last taken to load it into the engine."""
         self._not_before = 0.0
         """Time before which nothing is read, Unix time in seconds."""
         self._closed = False
@@ -101,8 +104,9 @@ class SnapshotPuller(WeightSource):
         return self._offered[: versions.index(self._taken)] if self._taken in versions else self._offered
 
     def _pull(self, wanted: list[WeightFolder]) -> None:
-        """Stage the first of these snapshots that can be used. If a delta on its chain cannot be used, stage the last
-        snapshot before that delta. A snapshot that cannot be used is tried again after `RETRY_S`."""
+        """Stage the first of the snapshots `wanted` that can be used. If one of the deltas that a snapshot rests on
+        cannot be used, stage the last snapshot before that delta. A snapshot that cannot be used is tried again after
+        `RETRY_S`."""
         for folder in wanted:
             started_at, before, failed = clock.now(), self._taken, False
             found, self._held = self._held, None  # two are in memory at most: the last one read, and the next

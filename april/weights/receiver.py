@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 ALIVE_INTERVAL_S = 0.5
 """Interval between two signs of life to the learner."""
 CLOSE_LINGER_MS = 200
-"""Longest wait until the last message to a learner that may be gone has been sent, milliseconds."""
+"""Time limit for sending the last message to a learner that may be gone, milliseconds."""
 INVITATION_S = 5.0
 """Interval between two requests for a channel while the learner has not invited the worker, seconds."""
 
@@ -78,7 +78,7 @@ class InferenceServer(Protocol):
         """Join the process groups of a channel, all within `invite.timeout_s`. Raises RuntimeError."""
 
     def leave(self, invite: ChannelInvite) -> None:
-        """Leave the process groups of a channel, if that is possible."""
+        """Leave a channel's process groups; does nothing if the servers no longer answer."""
 
 
 class LearnerRefuses(RuntimeError):
@@ -115,7 +115,7 @@ class WeightReceiver(WeightSource):
         the receiver's thread calls."""
         self.buffers = ReusedBuffers(self.transport.device)
         self.kept: KeptWeights | None = None
-        """The weights that were received last, if deltas to them may come; only the receiver's thread uses them."""
+        """The weights received last, if the learner may send deltas to them; only the receiver's thread uses this."""
         self._learner = ("", "")
         """(address, CURVE public key) of the learner's publisher."""
         self._closed = False
@@ -220,7 +220,8 @@ class WeightReceiver(WeightSource):
         )
 
     def drop_announced(self) -> None:
-        """Drop staged weights that depend on a channel which has ended."""
+        """Drop weights that are staged for the server but not sent yet, once the channel that would send them has
+        ended."""
         with self._lock:
             if self._staged and self._staged.manifest:
                 self._staged = None
@@ -282,7 +283,7 @@ class LearnerConnection:
         self._ask_again_at = clock.now() + INVITATION_S
 
     def ask_again(self) -> None:
-        """Drop the channel and ask for another one at once."""
+        """Drop the channel to the learner, and ask it for another one at once."""
         self.leave()
         self._ask_again_at = 0.0
 
@@ -408,8 +409,8 @@ class LearnerConnection:
                 self._obey_end()
 
     def _obey_end(self) -> None:
-        """Raises RuntimeError if the learner has ended the channel, as it does where a worker before this one is lost
-        while it forwards."""
+        """Receive a message. Raises RuntimeError if it says that the learner has ended the channel: it does so if a
+        worker before this one is lost while it forwards. Other messages are handled later."""
         frames = self.socket.recv_multipart()
         message = wire.decode(frames, bodies=CHANNEL_BODIES).message
         if isinstance(message, ChannelFailed) and self.invite and message.channel == self.invite.channel:

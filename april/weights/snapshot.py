@@ -37,7 +37,7 @@ MIXERS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 """Odd multipliers of `device_checksum`: together with shifts they spread each bit of a 64-bit word over the whole
 word."""
 MOST_THREADS = 8
-"""Most threads of a process that hash, encode and decode blocks of weights."""
+"""Maximum number of threads of a process that hash, encode and decode blocks of weights."""
 
 
 class SnapshotError(RuntimeError):
@@ -55,12 +55,13 @@ class Snapshot:
     checksum: str
     """`checksum` of `data`."""
     sha256: "Once"
-    """Computes `digest`."""
+    """Function that returns `digest` of `data`; the first call computes it."""
     canary: Canary | None = None
     adapter: Adapter | None = None
     """How to merge the tensors, if they are an adapter's; None if they are complete weights."""
     others: tuple[WeightPart, ...] = ()
-    """The parts of the same version that the learner's other ranks hold; only on rank 0."""
+    """On rank 0: descriptions of the parts of the same version that the learner's other ranks hold; empty on those
+    ranks."""
     server_checksums: Mapping[str, str] = field(default_factory=dict)
     """Expected checksums of the tensors in an inference server, if all parts have reported them."""
 
@@ -86,7 +87,8 @@ class Snapshot:
 
 
 class Once:
-    """Computes a text for the first thread that needs it, and keeps it for all."""
+    """A function that computes a text (a digest) when a thread first calls it, and then returns the same to all
+    threads."""
 
     def __init__(self, compute: Callable[[], str]):
         self._compute, self._lock, self._found = compute, threading.Lock(), ""
@@ -103,7 +105,8 @@ def snapshot_of(version: Version, heads: list[TensorHead], data: Tensor, *more: 
 
 
 def joint_checksum(parts: Iterable[WeightPart]) -> str:
-    """Checksum of a whole version: of its parts' concatenated checksums, or that of its only part."""
+    """Checksum of a whole version. If the version has one part, it is that part's; otherwise that of all parts'
+    checksums, one after the other."""
     first, *others = checksums = [part.checksum for part in parts]
     return xxhash.xxh3_128_hexdigest("".join(checksums).encode()) if others else first
 
@@ -155,8 +158,8 @@ def empty_buffer(size: int, device: str = "cpu") -> Tensor:
 
 
 SPARE_BYTES = 2**20
-"""Most bytes by which a reused buffer may exceed the size that is asked for, so that data with and without a file's
-header can use the same one."""
+"""Maximum number of bytes by which a reused buffer may exceed the size that is asked for, so that data with and without
+a file's header can use the same one."""
 
 
 class ReusedBuffers:
@@ -193,7 +196,8 @@ class ReusedBuffers:
             return self._used(memory, size)
 
     def _used(self, memory: np.ndarray, size: int) -> Tensor:
-        """Note that tensors lie in this memory from now on, as long as the returned one or a view of it lives."""
+        """`size` bytes of this memory as a tensor. The memory counts as used as long as the tensor, or a view of it,
+        lives."""
         view = memory[:size]
         self._buffers = [held for held in self._buffers if held[0] is not memory] + [(memory, weakref.ref(view))]
         return torch.from_numpy(view)
@@ -361,7 +365,7 @@ def server_buckets(heads: list[TensorHead], bucket_bytes: int) -> list[list[Tens
 
 
 def joined(snapshot: Snapshot, heads: list[TensorHead]) -> Tensor:
-    """Concatenate the given tensors of a snapshot without padding, uint8 [bytes]."""
+    """Bytes of the given tensors (`heads`) of a snapshot, one after the other without padding, uint8 [bytes]."""
     starts = dict(zip((head.name for head in snapshot.heads), layout(snapshot.heads)[0], strict=True))
     return torch.cat([snapshot.data[starts[head.name] :][: byte_size(head)] for head in heads])
 

@@ -21,8 +21,8 @@ from april.wire.training import WeightFolder
 
 
 async def alone() -> None:
-    """A `StagedWeights.meet` that returns at once, for an engine whose server receives weights in a group of its
-    own."""
+    """Default of `StagedWeights.meet`, which returns at once: for an engine whose server is the only one in its process
+    group."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,13 @@ class StagedWeights:
     """Time at which the worker learned of the version, Unix time in seconds."""
     manifest: ChannelManifest | None = None
     post: Callable[[], None] | None = None
-    """Function that tells the learner that the engine has stopped and is ready for these weights, or for the next part
-    of them."""
+    """Function that tells the learner that the engine has stopped and is ready to receive these weights; called again
+    before each further part of them. None if the weights have arrived in the worker."""
     canary: Canary | None = None
     """Canary tokens with the learner's log-probabilities under these weights; None if the learner publishes none."""
     digest: str = ""
-    """Digest of the bytes of all the weights."""
+    """Checksum of the weights as a whole: the channel's joint checksum, or the SHA-256 of the snapshot's list of
+    checksums."""
     adapter: Adapter | None = None
     """How to merge the tensors, if they are an adapter's for an engine that accepts adapters; None if they are complete
     weights."""
@@ -109,11 +110,11 @@ class WeightSource:
         """Note whether the engine puts off loading the weights that have arrived."""
 
     def refuse(self, why: str, wrong: bool = False) -> None:
-        """Note that the engine does not accept the weights or, with `wrong`, holds other weights; they are fetched
-        again after a while."""
+        """Note that the engine does not accept the weights that were taken last, for the reason `why` or, with `wrong`,
+        that it holds other weights than it was sent. The weights are fetched again after a while."""
 
     def released(self) -> None:
-        """Note that the engine has released its weights and waits for the next publication."""
+        """Note that the engine has released its weights (time sharing of a GPU) and waits for the next version."""
         self.held = None
 
     def forget(self) -> None:

@@ -40,7 +40,8 @@ Received: TypeAlias = "Callable[[Tensor], object]"
 
 
 class Link:
-    """One side of an open weight channel."""
+    """One side, the learner's or the worker's, of a connection that carries one rank's tensors over a weight
+    channel."""
 
     @abstractmethod
     def send(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
@@ -52,8 +53,8 @@ class Link:
         """Receive the same buckets in place on the worker's side, by `deadline` (Unix time, seconds)."""
 
     def receive_each(self, buckets: "Iterable[Tensor]", deadline: float, received: "Received") -> None:
-        """As `receive`, and call `received` with each bucket that has arrived; for a transport that `forwards`, while
-        the others still do."""
+        """As `receive`, and call `received` with each bucket that has arrived. A transport that `forwards` calls it
+        while later buckets still arrive, others at the end."""
         expected = list(buckets)
         self.receive(expected, deadline)
         for bucket in expected:
@@ -87,8 +88,8 @@ class Transport:
 
     @abstractmethod
     def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> Link:
-        """Connect to the other side of a link, which has the name `invite.channel`, within `invite.timeout_s`; may be
-        called in any thread.
+        """Connect to the other side of the link named `invite.channel`, within `invite.timeout_s` seconds; may be
+        called in any thread. `as_learner`: whether this side sends.
 
         `server_ranks`: number of ranks of the inference server that joins in the worker's stead; 0: the worker joins
         itself. Raises RuntimeError or OSError.
@@ -162,17 +163,19 @@ cache."""
 SLOTS = 8
 """Number of slots of a channel's shared memory: the learner fills some while the worker empties others."""
 MOST_SAID_BYTES = 4096
-"""Most bytes of the learner's first message to a worker."""
+"""Maximum size in bytes of the learner's first message to a worker over the Unix socket."""
 CREDENTIALS = "3i"
 """Layout of SO_PEERCRED: process, user and group of a Unix socket's other side."""
 
 
 class OtherMachine(RuntimeError):
-    """The other side of a channel cannot share memory with this one."""
+    """Raised if learner and worker cannot share memory, since they are on different machines, accelerators or users'
+    accounts."""
 
 
 FOR_OTHERS = "set weights.transport = 'collective' for others"
-"""End of the error sentences of transports between processes of one machine: how to reach workers on other machines."""
+"""Advice at the end of error sentences of transports that need both sides on one machine: what to set for workers on
+other machines."""
 
 
 class SharedMemoryTransport(Transport):
@@ -203,8 +206,8 @@ class SharedMemoryTransport(Transport):
         return f"weights.transport = {self.config.transport!r}"
 
     def _admit(self, listener: socket.socket, deadline: float) -> "SharedMemoryLink":
-        """Accept the connection of a worker of the same user, and share memory with it (`_lend`). Raises OtherMachine
-        if there is none by `deadline` (Unix time, seconds)."""
+        """The learner's side: accept the connection of a worker of the same user, and share memory with it (`_lend`).
+        Raises OtherMachine if no such worker connects by `deadline` (Unix time, seconds)."""
         while (left_s := deadline - clock.now()) > 0:
             listener.settimeout(left_s)
             try:
@@ -220,7 +223,8 @@ class SharedMemoryTransport(Transport):
         )
 
     def _enter(self, address: bytes, timeout_s: float) -> "SharedMemoryLink":
-        """Connect to the learner's socket, and map the memory that it shares (`_borrow`). Raises OtherMachine."""
+        """The worker's side: connect to the learner's socket at `address`, and map the memory that the learner shares
+        (`_borrow`). Raises OtherMachine if no learner of the same machine and user is there."""
         peer, content, descriptors = socket.socket(socket.AF_UNIX), b"", list[int]()
         peer.settimeout(timeout_s)
         with contextlib.suppress(ConnectionRefusedError):
@@ -257,7 +261,7 @@ def mapped(memory: int) -> np.ndarray:
 
 
 def user_of(peer: socket.socket) -> int:
-    """User of the process on the other side of a Unix socket, as the kernel says."""
+    """Id of the user who runs the process on the other side of a Unix socket, as the kernel reports it."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(CREDENTIALS))
     return int(struct.unpack(CREDENTIALS, credentials)[1])
 
@@ -358,10 +362,10 @@ class ExternalTransport(Transport):
         super().__init__(config)
         self._collective = CollectiveTransport(config)
         self._externally_loaded = threading.Event()
-        """Set while the servers hold the version that was announced last."""
+        """Event that is set while the inference servers hold the version that was announced last."""
 
     def expect(self) -> None:
-        """Note that a new version is announced, which the framework starts to load."""
+        """Note that a new version was announced, which the framework has not loaded into the servers yet."""
         self._externally_loaded.clear()
 
     def arrived(self) -> None:

@@ -24,8 +24,8 @@ MAGIC = b"AP"
 HEADER = struct.Struct("<2sBxIQQ")
 """Layout of the 24-byte header: magic, protocol, number of arrays, session id, sequence number."""
 MAX_JOINED_BYTES = 4 << 20
-"""Largest frame into which several arrays are joined, bytes: one 64 KB frame is sent almost twice as fast as two of 32
-KB."""
+"""Maximum size (bytes) of a frame into which several arrays are joined: one 64 KB frame is sent almost twice as fast as
+two of 32 KB."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
 MESSAGE_MODULES = (sessions, work, work, training, sessions)
@@ -47,12 +47,14 @@ class WireError(ValueError):
 
     @property
     def cause(self) -> str:
-        """Constant beginning of the text, the same for all errors of a kind; counters use it."""
+        """The text up to its first colon, which is the same for all errors of a kind; refused messages are counted by
+        it."""
         return str(self).split(":")[0]
 
 
 class ProtocolMismatch(WireError):
-    """A message of another protocol version, of which only the header was read."""
+    """Raised for a message whose header names another version of the protocol than this one; the rest of it was not
+    read."""
 
     def __init__(self, protocol: int):
         super().__init__(f"not a message of protocol {PROTOCOL}: {protocol}")
@@ -74,7 +76,7 @@ BodyDecoder = msgspec.msgpack.Decoder[Body[Any]]
 EMPTY_FRAME = memoryview(b"")
 _encoder = msgspec.msgpack.Encoder()
 BROKER_BODIES = msgspec.msgpack.Decoder(Body[AnyMessage])
-"""Decodes the bodies of all messages to and from the broker."""
+"""Decoder of message bodies for all types of messages that the broker receives or sends."""
 _codes = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -195,7 +197,8 @@ def read_session_id(frames: Sequence[Any]) -> int:
 
 
 def unpack(heads: list[ArrayHead], frames: list[memoryview]) -> list[PackedArray]:
-    """The arrays in the frames: they follow each other, and no array spans two frames. Raises WireError."""
+    """The arrays that `heads` describe, taken from the frames. A frame has one or several arrays, one after the other;
+    no array spans two frames. Raises WireError if they do not agree."""
     packed, remaining_frames = [], iter(frames)
     frame, end = EMPTY_FRAME, 0
     for head in heads:

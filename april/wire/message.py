@@ -5,7 +5,7 @@ from typing import Annotated, NamedTuple, dataclass_transform
 import msgspec
 
 Name = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""Text without control characters: the name of a peer, a process or a loop position."""
+"""Text without control characters: the name of a peer, of a process, or of a stage of a peer's main loop."""
 Address = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[^\x00-\x20\x7f]*$")]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 MAX_NUMBER = 2**53

@@ -19,7 +19,7 @@ Buffer = bytes | bytearray | memoryview
 CHUNK, OBSERVATION = 0, 1
 """Kinds of rows: tokens sampled by the policy, and tokens from an environment or agent."""
 MAX_FIELD = (1 << 32) - 1
-"""Largest value of a 32-bit field; larger values are stored as this one, which makes the row invalid as well."""
+"""Largest value of a 32-bit field of a row. A larger value is stored as this one, which also makes the row invalid."""
 FINISH_REASONS = ("", "stop", "length")
 """Finish reasons, indexed by `ReportRow.finish`; "" while the response goes on."""
 ROW = struct.Struct("<QdIIIIIIBBBBI")
@@ -61,7 +61,7 @@ class ReportRow(NamedTuple):
     failed: int
     """1 for an observation that replaces the answer of an environment which has failed."""
     ends_lease: int
-    """1 if the row ends its lease; set by the broker."""
+    """1 if the lease ends with this row. The broker sets it; a sender leaves 0."""
     parent: int = 0
     """For an observation that starts a fork of an agent session: number of the fork that the new one starts from."""
 
@@ -116,7 +116,8 @@ def padded(size: int) -> int:
 
 
 def padded_sizes(table: np.ndarray) -> np.ndarray:
-    """`padded` length of each row's payload, int64 [rows]. `table`: array of dtype `TABLE`."""
+    """Length of each row's payload with padding to a multiple of 4 (bytes), int64 [rows]. `table`: array of dtype
+    `TABLE`."""
     return (table["size"].astype(np.int64) + 3) & ~3
 
 

@@ -11,7 +11,8 @@ from april.wire.message import Message, Name, Number, Seconds
 from april.wire.training import WeightFolder
 
 DENIED = "access denied: "
-"""Prefix of the reason in a `Refused` that is final for the peer: the peer's key does not permit what it does."""
+"""Beginning of the reason in a `Refused` that tells a peer not to try again: its key does not permit what it asks
+for."""
 
 
 class Hello(Message):
@@ -22,7 +23,7 @@ class Hello(Message):
     uid: Name
     lease_ids: list[int] = []
     acknowledged_tokens: Number = 0
-    """Number of tokens of this process that the broker has acknowledged so far, by the peer's own count."""
+    """Number of tokens sampled by this process whose acknowledgement by the broker has reached it."""
 
 
 class Welcome(Message):
@@ -31,14 +32,14 @@ class Welcome(Message):
     session: int
     run: str
     broker_start: int
-    """Number of times that the broker of this run has started."""
+    """Number of times that the broker of this run has started, this start included."""
     round: int
     watermark: int
-    """Lease id up to which the last abort recalled leases."""
+    """Highest lease id that the last `Abort` recalled: leases up to it are to be handed back."""
     lost_lease_ids: list[int]
     """Leases listed in `Hello` that the peer no longer holds."""
     renew_s: float
-    """Interval of the heartbeats that list all leases, seconds."""
+    """Interval at which the peer has to send heartbeats that list all its leases, seconds."""
     weights_address: str
     weights_key: str = ""
     """CURVE public key of the learner's publisher; "" without CURVE."""
@@ -69,21 +70,22 @@ class Heartbeat(Message):
 
     lease_ids: list[int] = []
     emitted_tokens: Number = 0
-    """Number of tokens sampled since the process started."""
+    """Number of tokens that the peer has sampled since its process started."""
     received_bytes: Number = 0
-    """Bytes of arrays received in this session. The broker limits how many unacknowledged bytes it sends."""
+    """Bytes of arrays that the peer has received in this session: the broker sends on only while a limited number of
+    bytes is not confirmed by this count."""
     loop_position: Name = ""
     """Stage that the peer's main loop is in, such as "decoding"; "" if not reported."""
     loop_elapsed_s: Seconds = 0.0
-    """Seconds that the main loop has been at `loop_position`."""
+    """Seconds for which the main loop has been in the stage `loop_position` without a break."""
     loop_usual_s: Seconds = 0.0
-    """Median seconds that the main loop stays at `loop_position`; 0 if unknown."""
+    """Median duration of the main loop's earlier stays in the stage `loop_position`, seconds; 0 if unknown."""
     slots: Slots | None = None
-    """Use of a worker's slots; None from other peers, or if not reported."""
+    """What a worker's samples wait for or do at the moment; None from other peers, or if not reported."""
 
 
 class Renewed(Message):
-    """Answer to `Heartbeat`. `lost_lease_ids`: leases that the peer no longer holds."""
+    """Answer to a `Heartbeat` that lists leases. `lost_lease_ids`: those of them that the peer no longer holds."""
 
     lost_lease_ids: list[int]
 
@@ -93,7 +95,7 @@ class Goodbye(Message):
 
 
 class Refused(Message):
-    """Answer to a message that the broker does not accept; the message gets no other answer."""
+    """Answer to a message that the broker does not accept, with the reason; no other answer to that message follows."""
 
     reason: str
     lease_id: int = 0
@@ -101,7 +103,8 @@ class Refused(Message):
 
 
 class Stop(Message):
-    """The run is over, or another process has taken this peer's role and name: finish and leave."""
+    """Tells a peer to finish and leave, because the run is over or another process has taken the peer's role and
+    name."""
 
     reason: str
 
@@ -110,7 +113,7 @@ class Stop(Message):
 
 
 MAX_IMAGES_ASKED = 64
-"""Most names in one `FetchImages`."""
+"""Maximum number of names in one `FetchImages`."""
 
 
 class FetchImages(Message):
@@ -120,8 +123,9 @@ class FetchImages(Message):
 
 
 class Images(Message):
-    """Answer to `FetchImages`: the first images asked for, at least one; the peer asks again for the others. One uint8
-    array for each, its PNG file; an empty one for an image that cannot be read."""
+    """Answer to `FetchImages`, which may be partial: it has the first of the requested images, at least one, and the
+    peer asks again for the others. One uint8 array for each, its PNG file; an empty array for an image that cannot be
+    read."""
 
     names: list[str]
 
@@ -138,7 +142,7 @@ class KeepImage(Message):
 
 
 IMAGE_PART_BYTES = 2 << 20
-"""Most bytes of an image in one message."""
+"""Maximum number of bytes of an image in one message."""
 
 
 def image_parts(name: str, png: bytes) -> Iterator[tuple[KeepImage, list[np.ndarray]]]:
@@ -153,7 +157,7 @@ class ImageKept(Message):
 
     name: str
     fault: str = ""
-    """Why the image is not kept; "" if it is."""
+    """Reason why the broker could not keep the image; "" if it keeps it."""
 
 
 # --- monitors ---------------------------------------------------------------------------------------------------------
@@ -171,15 +175,15 @@ class Status(Message):
 
 
 class StopRun(Message):
-    """Request to end the run. `state`: final state for summary.json."""
+    """Request to end the run. `state`: the run's final state, as it will be written to summary.json."""
 
     reason: str
     state: StopState = "stopped"
 
 
 class Drain(Message):
-    """Request to start a drain: the broker grants no leases and recalls the samples in generation, until a `Drain` with
-    `on` false. A drain survives restarts."""
+    """Request to begin a drain: the broker grants no leases, and recalls the samples that are being generated. A
+    `Drain` with `on` false ends it. A drain survives restarts of the broker."""
 
     on: bool = True
 
@@ -193,8 +197,8 @@ class DeadLetters(Message):
 
 
 class Requeue(Message):
-    """Request to draw the prompts of these discarded groups again; an empty list means every dead group that can be
-    redrawn."""
+    """Request to draw the prompts of discarded groups again. `groups`: their ids; an empty list means all groups that
+    were discarded for a failed sample and whose prompts can be drawn again."""
 
     groups: list[int] = []
 

@@ -42,8 +42,8 @@ class Rendezvous(Message):
     """HOST:PORT of the store in which the ranks find each other. The learner's first machine sends it; the others send
     "". In the broker's answer it is "" while unknown."""
     start: Number = 0
-    """From a machine: the number of the last start that its process has joined, 0 before the first. From the broker:
-    the number of the latest; a machine that has joined an earlier one ends its ranks and joins this one."""
+    """Number of a start of the learner. From a machine: the last start that its process has joined, 0 before the first.
+    From the broker: the newest start; a machine that has joined an earlier one ends its ranks and joins this one."""
 
 
 class WeightsAddress(Message):
@@ -55,7 +55,7 @@ class WeightsAddress(Message):
 
 
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
-"""A SHA-256 in hexadecimal digits."""
+"""Text of 64 hexadecimal digits: a SHA-256."""
 
 
 class WeightFolder(msgspec.Struct, array_like=True, frozen=True):
@@ -106,14 +106,14 @@ class Submitted(Message):
 
 
 class Fetch(Message):
-    """Requests batch `step`, counted from 0."""
+    """The learner's request for batch number `step`, counted from 0."""
 
     step: Number
     samples: bool = False
-    """Whether to send data for the sample logs as well: discarded groups after those of the batch, reference answers,
-    and the time of each chunk."""
+    """Whether the answer also has what the sample logs need: discarded groups (after those of the batch), reference
+    answers, and the time of each chunk."""
     held_out: bool = False
-    """Whether to send held-out groups for the sample logs."""
+    """Whether the answer also has groups of evaluations (held-out groups), for the sample logs."""
 
 
 class SampleSpan(msgspec.Struct, array_like=True, frozen=True):
@@ -130,8 +130,8 @@ class SampleSpan(msgspec.Struct, array_like=True, frozen=True):
     end: int
     """Response length in tokens at the end of the span; `start` is that at its beginning."""
     outcome: str
-    """How the span ended: stop | length | scored | closed (by its agent) | void (with its group) | the cause of the
-    lease's end, such as recall."""
+    """How the span ended: stop | length (the response is complete) | scored | closed (by the sample's agent) | void
+    (its group was ended) | the cause for which the lease ended, such as recall."""
 
 
 class SampleHead(msgspec.Struct, array_like=True, frozen=True):
@@ -142,7 +142,8 @@ class SampleHead(msgspec.Struct, array_like=True, frozen=True):
     reward: float
     finish_reason: str
     segments: list[tuple[int, int, Version]]
-    """(start, end, version): response tokens start to end - 1 were sampled under the version."""
+    """(start, end, version): the response's tokens from `start` to `end` - 1 were sampled under that version. Other
+    tokens of the response are observations."""
     details: dict[Name, float] = {}
     """Named components of the reward."""
     spans: list[SampleSpan] = []
@@ -152,23 +153,23 @@ class SampleHead(msgspec.Struct, array_like=True, frozen=True):
     chunks: list[tuple[int, float]] = []
     """For a sample in the sample logs, per chunk: (response tokens so far, Unix time by the holder's clock)."""
     attempts: int = 0
-    """For a discarded sample: number of its leases that were lost or failed."""
+    """For a discarded sample: how many leases on it ended in a loss or a failure."""
     error: str = ""
     """For a discarded sample: error of its last failed attempt."""
     discarded_from: int = 0
-    """For a discarded sample: offset of the first discarded token."""
+    """For a discarded sample: offset in its response from which tokens were discarded; 0 if all of them were."""
     parent: int = 0
-    """Number of the fork that this fork starts from."""
+    """For a fork: number of the fork in the same session from which it branches off."""
     shared_tokens: int = 0
-    """Number of tokens at the beginning of a fork that belong to its parent."""
+    """For a fork: number of tokens at its beginning that are also the first tokens of its `parent`."""
     shown_images: list[tuple[Name, Number]] = []
     """For each image in the response, in order: (name, offset in the response from which its placeholder tokens are
     looked for). The prompt's images come before these."""
     feedback: str = ""
     """Text that the verifier gave beside the reward."""
     hinted: bytes = b""
-    """For self-distillation on this sample: token ids, little-endian int32, of the prompt with its hint; b"": that of
-    the group."""
+    """For self-distillation on this sample: token ids, little-endian int32, of the prompt with the sample's own hint;
+    b"" if the group's `hinted` prompt is used."""
 
 
 class GroupHead(msgspec.Struct, array_like=True, frozen=True):
@@ -194,8 +195,8 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     images: list[str] = []
     """Names of the prompt's images, in order; `FetchImages` gets them."""
     hinted: bytes = b""
-    """For self-distillation: token ids, little-endian int32, of the prompt with its hint (`algorithm.hint`); b""
-    without, and if each sample has its own."""
+    """For self-distillation: token ids, little-endian int32, of the prompt with its hint (`algorithm.hint`). b"" if
+    there is no hint, or each sample of the group has its own (`SampleHead.hinted`)."""
     source: Number = 0
     """Number of the prompt's source, its place in `data.sources`; 0 where there is one source, or the trainer submits
     prompts."""
@@ -227,8 +228,8 @@ class Finished(Message):
 
     reason: str
     groups: list[GroupHead] = []
-    """Held-out groups evaluated since the last batch; also those discarded since then, if the run has failed.
-    Only those that `Fetch` asks for."""
+    """Of the groups that `Fetch` asks for: held-out groups evaluated since the last batch and, if the run has failed,
+    groups discarded since then."""
 
 
 class Consumed(Message):
@@ -252,12 +253,12 @@ class BestRequest(Message):
 
 
 class BestCheckpoint(Message):
-    """Answer to `BestRequest`: the most accurate evaluated weights are those of `step` (-1: none). The weights of the
-    steps in `undecided` are still being evaluated."""
+    """Answer to `BestRequest`. `step`: of the weights with the best evaluation so far, -1 if there are none;
+    `undecided`: steps of weights whose evaluation is not complete yet. Their checkpoints must be kept."""
 
     step: int
     undecided: list[int]
 
 
 class Accepted(Message):
-    """Answer to a message that only needs a confirmation."""
+    """Answer that only confirms a message: the broker has done what the message asks for."""

@@ -49,9 +49,11 @@ class Task(msgspec.Struct, array_like=True, frozen=True):
     top_k: int
     min_p: float
     row_prompt: str = ""
-    """The prompt as its row has it, JSON: a text or chat messages. Only for a verifier that gets it; otherwise ""."""
+    """The prompt as its row of the dataset has it, a text or chat messages, as JSON; "" unless the verifier takes the
+    prompt."""
     teacher: str = ""
-    """Name of the teacher whose log-probabilities are a token score of each response; "" for none."""
+    """Name of the teacher (a second model) whose log-probabilities of each response are wanted as a token score; "" for
+    none."""
     images: list[str] = []
     """Names of the prompt's images, in order; `FetchImages` gets them."""
     max_response_tokens: int = 0
@@ -72,17 +74,18 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     index: int
     """Index of the sample in its group."""
     scoring: bool
-    """Whether the response is complete, so that only its score is needed."""
+    """Whether the response is complete, so that the holder only has to score it."""
     max_new_tokens: int
     seed: int
     finish_reason: str
     """Finish reason of the response if `scoring`; otherwise ""."""
     hand_over: bool
-    """Whether the lease ends with the response's last tokens; another lease is then granted for the score."""
+    """Whether the lease ends with the response's last tokens, since a scorer then gets a lease of its own for the
+    score."""
     group_scored: list[str]
     """Finish reasons of all responses of a group, if the grant is for scoring the group as a whole; otherwise empty."""
     turns: int
-    """Number of the policy's turns so far that the environment has answered with an observation."""
+    """Number of turns of the policy in the response so far that the environment has answered."""
     turn_start: int
     """Offset in the response at which the current turn starts, tokens."""
     state: bytes
@@ -94,8 +97,8 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     """For each image in the response so far, in order: (name, offset in the response from which its placeholder tokens
     are looked for). The prompt's images come before these. Empty if `scoring`."""
     forks: list[Number] = []
-    """If a teacher scores agent sessions: for each fork with sampled tokens, session by session, the offset of the
-    first sampled token. Their arrays follow the response arrays in the message."""
+    """Only if a teacher scores agent sessions. For each fork with sampled tokens, session by session: the offset of its
+    first sampled token. The forks' token arrays follow the response arrays in the message."""
     rewarded: bool = False
     """Whether the agent has already set the final reward, so that only the teacher's token scores are needed."""
 
@@ -121,16 +124,17 @@ class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
     details: list[dict[Name, float]]
     """Named components of each reward."""
     superseded: list[tuple[Number, Number]] = []
-    """For an agent session: (fork number, length); tokens after the length were seen only by an earlier execution of
-    the agent."""
+    """For an agent session: (fork number, length). An earlier execution of the agent had gone on with this fork; the
+    execution that ended the session has used only the fork's first `length` tokens."""
     state: bytes = b""
-    """For an agent session: state as MessagePack, for a verifier that scores the whole group."""
+    """For an agent session: what the agent left for a verifier that scores the whole group, as MessagePack; may be
+    empty."""
 
 
 class TokenScored(Scored, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A score with token scores or feedback, in a report without rows. The report's array holds the values of all its
-    `TokenScored`. Values that exceed one report are split: the `TokenScored` is repeated in several reports, each with
-    the next part, and ends the lease with the last."""
+    """A score with token scores or feedback, in a report without rows. The report's array has the values of all its
+    `TokenScored`. Values that are too many for one report are divided: the same `TokenScored` is sent in several
+    reports, each with the next part of the values, and the last one ends the lease."""
 
     columns: list[dict[Name, Number]] = []
     """One mapping for each response, from the name of each token score to its number of values, in the order of the
@@ -138,7 +142,7 @@ class TokenScored(Scored, tag=True, array_like=True, frozen=True, forbid_unknown
     token), or the number of the policy's turns. For agent sessions: one mapping for each of the grant's `forks`, for
     its tokens from the first sampled one on."""
     start: Number = 0
-    """Number of values of this `TokenScored` that the reports before this one have brought."""
+    """Number of values of this `TokenScored` that earlier reports had."""
     feedback: list[str] = []
     """For each response, the text that its verifier gave beside the reward, or ""; empty if no response has any."""
 
@@ -148,7 +152,7 @@ class GiveBack(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_un
 
     lease_id: int
     length: Number
-    """Response length in tokens, including tokens in the same report."""
+    """Length of the response in tokens when the sample is given back, including the tokens in the same report."""
     cause: GiveBackCause
     error: str = ""
 
@@ -158,7 +162,8 @@ class Closed(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
 
     lease_id: int
     superseded: list[tuple[Number, Number]] = []
-    """(fork number, length): tokens after the length were seen only by an earlier execution of the agent."""
+    """(fork number, length). An earlier execution of the agent had gone on with this fork; the execution that ended the
+    session has used only the fork's first `length` tokens."""
     state: bytes = b""
     """State as MessagePack that the agent leaves for the verifier; may be empty."""
 
@@ -177,12 +182,13 @@ class Report(Message):
 
 
 class Answers(Message):
-    """The outcome of the reports since the last `Answers`; sent once they are on disk."""
+    """What became of the reports since the last `Answers`, by lease. Sent once their content is on the broker's
+    disk."""
 
     acks: list[tuple[int, int]] = []
     """(lease id, length): response tokens below the length are on disk."""
     done: list[int] = []
-    """Ids of the leases whose end is on disk."""
+    """Ids of the leases that have ended, for which this is on the broker's disk."""
     nacks: list[tuple[int, int]] = []
     """(lease id, length): response tokens from the length on are missing; the holder has to report them again."""
     rejects: list[tuple[int, str]] = []
@@ -202,8 +208,8 @@ class Abort(Message):
 
 
 class Cancel(Message):
-    """Tells a holder that these leases have ended, so that it drops their samples without an answer; with `hand_back`,
-    to give the leases back."""
+    """Tells a holder that it shall not go on with these leases. Without `hand_back` they have ended, and the holder
+    drops their samples without an answer; with it, the holder gives the leases back."""
 
     lease_ids: list[int]
     hand_back: bool = False
@@ -212,8 +218,8 @@ class Cancel(Message):
 
 
 class Evaluating(Message):
-    """Names the policy steps at which held-out samples wait for a worker with weights of that step. Such a worker loads
-    no other weights meanwhile, at most `evaluation.hold_s`."""
+    """Names the policy steps whose weights are wanted for held-out samples that wait. A worker that has weights of such
+    a step loads no others meanwhile, but for at most `evaluation.hold_s`."""
 
     steps: list[int]
 
@@ -230,12 +236,12 @@ class ActivitySpan(Message):
 
 
 MAX_STOP_TOKENS = 16
-"""Most token ids that one turn may name as stop tokens."""
+"""Maximum number of token ids that one turn may name as stop tokens."""
 MAX_KEY_BYTES = 64
-"""Most bytes of `TurnRequest.key`."""
+"""Maximum number of bytes of `TurnRequest.key`."""
 MAX_FORKS = 256
-"""Most forks of a session, the first one (fork 0) included. A session's lease id is a multiple of this number and is
-also the id of fork 0; the id of fork k is the lease id plus k."""
+"""Maximum number of forks of a session, the first one (fork 0) included. A session's lease id is a multiple of this
+number and is also the id of fork 0; the id of fork k is the lease id plus k."""
 
 
 def session_lease_id(lease_id: int) -> int:
@@ -247,9 +253,10 @@ class TurnRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     """How to sample the turn that follows an observation; stored as MessagePack in the observation's state."""
 
     key: bytes
-    """Hash of the request, by which a replayed agent finds the recorded answer to it."""
+    """Hash of the agent's request. If the agent program is run again, the same request has the same key and gets the
+    answer that was recorded."""
     max_tokens: Number
-    """Most tokens of the turn."""
+    """Maximum number of tokens of the turn."""
     stop_token_ids: list[int] = []
     """Token ids that end the turn, in addition to those that end every turn."""
     images: list[Name] = []
@@ -279,12 +286,14 @@ class AgentSessionList(Message):
 
 
 class SessionTurns(Message):
-    """Newly journaled tokens of the receiver's sessions. Two uint8 arrays: rows (with fork ids) and their payloads.
-    The finish reason of a row is the turn's."""
+    """Tokens of the receiver's sessions that have been journaled since the last message. Two uint8 arrays: rows (with
+    the ids of forks in place of lease ids) and their payloads. A row's finish reason is that of the turn that it
+    ends."""
 
 
 class HolderRequest(Message):
-    """Asks which agents process holds a session. The fields come from the session key that a client has shown."""
+    """Asks which agents process holds a session. The fields are those of the session key with which a client's request
+    came."""
 
     group: Number
     index: Number

@@ -16,21 +16,23 @@ class ActiveSample:
     tokens: list[np.ndarray]
     """int32 arrays: the prompt, then the response's pieces in order."""
     length: int
-    """Response tokens so far, observations included."""
+    """Number of response tokens so far, observations of the environment included."""
     budget: int
-    """Most response tokens the sample may have."""
+    """Maximum number of tokens of the whole response, observations included."""
     finished: bool
-    """Whether the response is complete. Only its score is missing then; if `grant.hand_over`, a scorer computes it."""
+    """Whether the response is complete. Only its score is missing then. This worker computes the score, or a scorer
+    process if `grant.hand_over` is set."""
     answered_turns: int
-    """Turns that the environment has answered."""
+    """Number of turns of the policy that the environment has answered."""
     turn_start: int
-    """Response tokens before the current turn."""
+    """Number of response tokens before the first token of the current turn."""
     environment_state: bytes
-    """State of the environment after its last observation, MessagePack; empty before the first."""
+    """State that the environment returned with its last observation, encoded as MessagePack; empty before the first
+    one."""
 
     @property
     def remaining_tokens(self) -> int:
-        """Response tokens left in the budget."""
+        """Number of tokens that the response may still get: `budget` - `length`."""
         return self.budget - self.length
 
     @property
@@ -43,7 +45,7 @@ class ActiveSample:
         self.length += len(tokens)
 
     def observe(self, tokens: np.ndarray, state: bytes) -> None:
-        """Append the environment's observation of the current turn, int32 [T], and begin the next turn. `state`: the
-        environment's, MessagePack."""
+        """Append the environment's observation of the current turn, token ids int32 [T], and begin the next turn.
+        `state`: the state that the environment returned with it, encoded as MessagePack."""
         self.append(tokens)
         self.answered_turns, self.turn_start, self.environment_state = self.answered_turns + 1, self.length, state

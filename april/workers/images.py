@@ -27,7 +27,8 @@ class SampleImages:
         """Names that the broker has been asked for and has not answered."""
 
     def of(self, lease_id: int, names: Sequence[str]) -> tuple[bytes, ...] | None:
-        """The images of a sample, in order; None if some have to be fetched, which this call asks for."""
+        """The images with these names for the sample of a lease, in order. None if this worker does not hold them all:
+        then they are fetched from the broker, and `take` returns the lease once they have come."""
         if all(name in self._held for name in names):
             self._waiting.pop(lease_id, None)
             for name in names:
@@ -38,7 +39,8 @@ class SampleImages:
         return None
 
     def take(self, received: wire.Received) -> tuple[list[int], list[int]]:
-        """Take an answer: (leases whose images have all arrived, leases with an image that the broker cannot read)."""
+        """Take an answer of the broker with images. Returns (ids of leases whose images have all arrived, ids of leases
+        with an image that the broker cannot read)."""
         lost = set[str]()
         self._asked.clear()
         for name, packed in zip(received.message.names, received.packed, strict=True):
@@ -60,7 +62,8 @@ class SampleImages:
         self._waiting.pop(lease_id, None)
 
     def ask_again(self) -> None:
-        """Request all missing images again, in a new session with the broker."""
+        """Request all missing images again, because a new session with the broker has begun and the old requests are
+        lost."""
         self._asked.clear()
         self._ask()
 

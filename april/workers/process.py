@@ -113,7 +113,8 @@ def stop_at_signals(part: "Worker | Scorer") -> None:
 def make_weight_loaders(
     config: Config, engine: "Engine", name: str, device: str, keys: "Keys | None"
 ) -> "list[WeightLoader]":
-    """Weight loaders of the engine, one for each weight channel that its entry asks for."""
+    """The engine's weight loaders, one for each of its servers. `name`: the worker's name. `device`: "cuda" or "cpu".
+    `keys`: the content of the worker's key file; None in a run without keys."""
     from april.weights import TRANSPORTS
     from april.weights.base import BaseWeights
     from april.weights.folders import SnapshotFolders

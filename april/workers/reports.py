@@ -31,12 +31,12 @@ SCORE_WAIT_S = 0.05
 """Longest time for which the last report rows (token chunks) of a response wait for its score, seconds. Until they
 arrive, the broker counts the slot as taken."""
 Entry = tuple[ReportRow, bytes]
-"""A report row and its payload."""
+"""A row of a report, and its payload: the bytes of its tokens, log-probabilities and further arrays."""
 
 
 @dataclass(slots=True)
 class PendingReport:
-    """Rows and closing message of one lease that the broker has not acknowledged."""
+    """What a report still has to tell of one lease: rows and a closing message that the broker has not acknowledged."""
 
     rows: list[Entry] = field(default_factory=list)
     """Unacknowledged rows in order, sent or not."""
@@ -44,7 +44,7 @@ class PendingReport:
     """Number of rows at the end of `rows` that are still to be sent."""
     closing: wire.Closing | None = None
     values: bytes = b""
-    """Values of the token scores that `closing` reports, float32."""
+    """float32 bytes: the numbers that a verifier or teacher gave to each token or turn; `closing` names them."""
     closing_unsent: bool = False
 
     def take_rows(self) -> list[Entry]:
@@ -68,9 +68,10 @@ class Reports:
         """Payload bytes of all unacknowledged rows."""
         self._pending: dict[int, PendingReport] = {}
         self._unsent: dict[int, None] = {}
-        """Lease ids with unsent rows or closings, in order of arrival (a dict used as an ordered set)."""
+        """Ids of the leases with rows or closing messages that have not been sent, in order of arrival (a dict used as
+        an ordered set)."""
         self._due_at = math.inf
-        """Time by which the unsent reports have to be sent; infinite if there are none."""
+        """Unix time (s) by which the unsent rows and closing messages have to be sent; infinite if there are none."""
 
     # --- adding --------------------------------------------------------------------------------------------
 
@@ -85,9 +86,10 @@ class Reports:
         support: Support | None = None,
         awaits_score: bool = False,
     ) -> None:
-        """Add sampled tokens, int32 [T], with their log-probabilities, float32 [T].
+        """Add sampled tokens, int32 [T], with their log-probabilities, float32 [T], as a row of the next report.
 
-        `start`: offset in the response. `awaits_score`: the score will follow soon, so hold the row for it.
+        `start`: number of response tokens before these. `finish_reason`: "" unless they end the response.
+        `awaits_score`: the score will follow soon, so hold the row back for it.
         """
         parts = [tokens, logprobs, support.counts, support.ids] if support else [tokens, logprobs]
         payload = b"".join(map(np.ndarray.tobytes, parts))
@@ -105,12 +107,12 @@ class Reports:
         awaits_score: bool = False,
         parent: int = 0,
     ) -> None:
-        """Add tokens that the policy did not sample, int32 [T].
+        """Add tokens that the policy did not sample, int32 [T], as a row of the next report.
 
-        Either an environment's observation with the environment's `state`, or an agent's tokens, where `state` is the
-        turn's request, and `parent` the number of the fork that the lease's fork branches off. `start`: offset in the
-        response or fork. `awaits_score`: as for `add_chunk`. `failed`: the environment did not answer, and the tokens
-        tell the policy so.
+        They are either an environment's observation, with its `state` after it, or tokens of an agent program's
+        request, with the request as `state`. `start`: number of tokens before these in the response, or in a session's
+        fork. `parent`: number of the fork from which that fork branches off. `awaits_score`: as for `add_chunk`.
+        `failed`: the environment did not answer, and the tokens tell the policy so.
         """
         payload = tokens.tobytes() + state
         row = observation_row(lease_id, start, len(tokens), finish_reason, payload, failed, clock.now(), parent)
@@ -124,7 +126,8 @@ class Reports:
         self._schedule(row.lease_id, SCORE_WAIT_S if awaits_score else 0.0)
 
     def close(self, closing: wire.Closing, values: bytes = b"") -> None:
-        """Report the end of a lease, after its rows; `values`: those of its token scores, float32."""
+        """Report the end of a lease, after its rows. `values`: the numbers for each token or turn that `closing` names,
+        as float32 bytes."""
         pending = self._pending.setdefault(closing.lease_id, PendingReport())
         pending.closing, pending.values, pending.closing_unsent = closing, values, True
         self._schedule(closing.lease_id, 0.0)
@@ -141,8 +144,8 @@ class Reports:
     # --- answers of the broker -----------------------------------------------------------------------------------
 
     def acknowledge(self, lease_id: int, length: int) -> int:
-        """Drop the rows that start below `length`, which the broker has journaled; returns the number of sampled tokens
-        in them."""
+        """Drop the rows that start before `length`, the number of response tokens that the broker has journaled.
+        Returns the number of sampled tokens in the dropped rows."""
         pending, sampled = self._pending.get(lease_id), 0
         while pending and pending.rows and pending.rows[0][0].start < length:
             row, payload = pending.rows.pop(0)
@@ -158,21 +161,22 @@ class Reports:
         self._unsent.pop(lease_id, None)
 
     def send_again(self, lease_id: int, start: int = 0) -> None:
-        """Schedule the kept rows from offset `start` on, and the closing message after them, for resending."""
+        """Schedule resending of a lease's kept rows that begin at `start` response tokens or later, and of its closing
+        message."""
         if pending := self._pending.get(lease_id):
             pending.unsent = sum(row.start >= start for row, _ in pending.rows)
             pending.closing_unsent = pending.closing is not None
             self._schedule(lease_id, 0.0)
 
     def unanswered(self) -> list[int]:
-        """Lease ids with rows or a closing that the broker has not acknowledged."""
+        """Ids of the leases with rows or a closing message that the broker has not acknowledged."""
         return [lease_id for lease_id, pending in self._pending.items() if pending.rows or pending.closing]
 
     # --- sending ------------------------------------------------------------------------------------------------
 
     def send(self, force: bool = False) -> None:
-        """Send unsent rows and closings in as many reports as they need, if `_due_at` has passed and the broker is not
-        silent.
+        """Send unsent rows and closing messages in as many reports as they need, if the time for them has come
+        (`_due_at`) and the broker is not silent.
 
         `force`: send now in any case.
         """
@@ -193,7 +197,8 @@ class Reports:
         self._report_token_scores([(each, values) for each, values in taken if isinstance(each, wire.TokenScored)])
 
     def _report_token_scores(self, scored: list[tuple[wire.TokenScored, bytes]]) -> None:
-        """Send closings with token scores in as many reports as they need; one too large for a report is split."""
+        """Send closing messages that have numbers for each token or turn (token scores) in as many reports as they
+        need. One that is too large for a report is split."""
         while scored:
             ends = list(accumulate(len(values) for _, values in scored[:MAX_REPORT_CLOSINGS]))
             text_ends = list(accumulate(sum(map(len, closing.feedback)) for closing, _ in scored[: len(ends)]))

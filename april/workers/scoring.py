@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class LeasedTask(NamedTuple):
-    """A lease grant with its task and token arrays."""
+    """A lease that the broker has granted, with its task (prompt and verifier) and its token ids."""
 
     grant: wire.Grant
     task: wire.Task
@@ -52,11 +52,12 @@ def leases_of(received: wire.Received) -> Iterator[LeasedTask]:
 
 
 class Scoring:
-    """The verifier processes of a worker or scorer, started now or with the first response (`start_now`).
+    """The verifier processes and teachers of a worker or scorer. `start_now`: whether the verifier processes start at
+    once, or with the first response.
 
-    scoring.submit(LeasedTask(grant, task, [prompt, *pieces of the response]), "stop")
-    for score in scoring.poll():                      # never waits
-        connection.send(closing(score, length))
+        scoring.submit(LeasedTask(grant, task, [prompt, *pieces of the response]), "stop")
+        for score in scoring.poll():                      # never waits
+            connection.send(closing(score, length))
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, start_now: bool = True):
@@ -66,7 +67,8 @@ class Scoring:
         self.pool: RewardPool | None = None
         self.teachers = Teachers(config)
         self._unverified: list[Score] = []
-        """Scores of leases for which this process calls no verifier."""
+        """Scores that need no verifier of this process: the broker has the reward already, or the verifier is not
+        permitted here."""
         if start_now:
             self._start()
 
@@ -77,16 +79,16 @@ class Scoring:
 
     @property
     def pending(self) -> int:
-        """Submitted leases that are not scored yet."""
+        """Number of submitted leases that are not scored yet."""
         return len(self._unverified) + self.teachers.pending + (self.pool.pending if self.pool else 0)
 
     def submit(self, lease: LeasedTask, finish_reason: str, state: bytes | None = None, turns: int = 0) -> None:
         """Queue a response, or all responses of a group, for scoring.
 
-        `state`: final state of the environment (MessagePack); None takes the grant's. `turns`: number of turns that the
-        policy has taken; 0 takes the grant's. The responses of a group take
-        their finish reasons from the grant. A verifier that this process's own configuration does not permit is not
-        imported: its score is an error, so that no other process in the broker's place chooses what code runs here.
+        `finish_reason`: that of the response; the responses of a group take theirs from the grant. `state`: final state
+        of the environment (MessagePack); None takes the grant's. `turns`: number of turns that the policy has taken; 0
+        takes the grant's. A verifier that this process's own configuration does not permit is not imported: its score
+        is an error, so that no other process in the broker's place chooses what code runs here.
         """
         grant, task, tokens = lease
         end = len(tokens) - len(grant.forks)
@@ -128,7 +130,8 @@ class Scoring:
 
 
 def response_text(config: Config, tokenizer: Tokenizer, verifier: str, response: np.ndarray) -> str:
-    """Text of a response, int32 [T], as the named verifier gets it."""
+    """Text of a response, token ids int32 [T], for the named verifier: without special tokens if
+    `reward.without_special_tokens` names it."""
     keep_special = verifier not in config.reward.without_special_tokens
     return tokenizer.response_text(response, keep_special, config.sampling.stop_token_ids)
 
@@ -150,7 +153,8 @@ def verifier_output_file(config: Config) -> Path | None:
 
 
 def closing(score: Score | GroupScore, length: int = 0) -> wire.Closing:
-    """The message that ends a lease: `Scored`, or `GiveBack` if there is no reward.
+    """The message that ends the lease of a score: `Scored`, `TokenScored` if the score has numbers for each token or a
+    feedback text, or `GiveBack` if there is no reward or these numbers take too many bytes.
 
     `length`: response tokens that this process has generated or received; 0 for a scorer.
     """
@@ -170,12 +174,13 @@ def closing(score: Score | GroupScore, length: int = 0) -> wire.Closing:
 
 
 def token_values(score: Score | GroupScore) -> bytes:
-    """Values of all token scores, float32, in order of the responses; empty without any."""
+    """The numbers of all token scores as float32 bytes, response by response; empty without token scores."""
     return b"".join(data for columns in columns_of(score) for data in columns.values())
 
 
 def columns_of(score: Score | GroupScore) -> list[dict[str, bytes]]:
-    """The token scores of each response, or of agents' sessions of each fork."""
+    """For each response its token scores: name -> one number for each token or turn, as float32 bytes. Of agents'
+    sessions, for each fork instead."""
     scores = score.scores if isinstance(score, GroupScore) else [score]
     return score.forks or [item.token_scores for item in scores]
 
@@ -209,7 +214,7 @@ class Scorer:
         self.scoring = Scoring(config, Tokenizer(config.model.path))
         self.reports = Reports(connection)
         self.leases: set[int] = set()
-        """Lease ids whose score the broker has not journaled yet."""
+        """Ids of the leases that this scorer holds: the broker has not yet confirmed that their scores are on disk."""
         self.failures = Failures(log)
         self.scores = 0
         """Number of scores reported so far, failed ones included."""

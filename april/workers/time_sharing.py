@@ -12,14 +12,16 @@ log = logging.getLogger(__name__)
 
 
 class WorkerTimeSharing:
-    """The engine's time slices on its accelerator. Without `devices.turns` the engine always holds the device."""
+    """The periods in which a worker's engine may use an accelerator that it shares with the learner. Without
+    `devices.turns` nothing is shared: the engine always holds the device."""
 
     def __init__(self, config: Config, device: str):
         self.patience_s = config.devices.turn_s
         self._slices = EngineTimeSharing(config.run_dir, accelerator_names(device)) if config.devices.turns else None
 
     def wait(self) -> None:
-        """Wait for the first time slice, before the engine is built. Raises TimeSliceLate after `devices.turn_s`."""
+        """Wait for the first period in which the engine may use the accelerator, before the engine is built. Raises
+        TimeSliceLate after `devices.turn_s` seconds."""
         if self._slices:
             self._slices.wait(self.patience_s)
 
@@ -29,7 +31,7 @@ class WorkerTimeSharing:
 
     @property
     def keeps_device(self) -> bool:
-        """Whether the engine may take on more work: it holds the device, and the learner does not wait for it."""
+        """Whether the engine may take on more work: it holds the accelerator, and the learner does not wait for it."""
         return self._slices is None or (self._slices.has_slice and not self._slices.is_requested)
 
     def switch(self, engine: Engine, loading: bool, staged: bool) -> bool:

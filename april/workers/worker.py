@@ -34,9 +34,10 @@ log = logging.getLogger(__name__)
 IDLE_POLL_MS = 20
 SCORING_POLL_MS = 5
 CAPACITY_CHANGE_PARTS = 8
-"""A capacity change above 1 / CAPACITY_CHANGE_PARTS of the last reported capacity is reported to the broker."""
+"""The engine's capacity is reported to the broker again once it differs by more than 1 / CAPACITY_CHANGE_PARTS from the
+capacity that was reported last."""
 TIMELINE_SPAN_S = 5.0
-"""Longest span of generation in the timeline; a longer one is reported in parts of this length."""
+"""Longest entry for generation in the timeline of a run (s); a longer period is recorded as several entries."""
 
 
 class Worker:
@@ -70,7 +71,7 @@ class Worker:
         self._busy_since: float | None = None
         self._reported_version: Version | None = None
         self._reported_capacity: int | None = None
-        """Engine capacity last reported, in requests; None while the engine has no weights."""
+        """Engine capacity that the broker was last told, in requests; None while the engine has no weights."""
 
     # --- main loop -----------------------------------------------------------------------------------------------
 
@@ -144,7 +145,8 @@ class Worker:
 
     @property
     def _is_backlogged(self) -> bool:
-        """Whether more bytes are unacknowledged than `worker.unacked_mb` allows; generation pauses then."""
+        """Whether more bytes of reports than `worker.unacked_mb` allows wait to be acknowledged by the broker;
+        generation pauses then."""
         return self.reports.unacknowledged_bytes >= self.config.worker.unacked_mb << 20
 
     def _patience_ms(self) -> int:
@@ -345,10 +347,10 @@ class Worker:
             self._continue(sample)
 
     def _finish(self, sample: ActiveSample, ended: str) -> bool:
-        """If `ended` (the response's finish reason) is not "", mark the sample finished, and submit it for scoring
-        unless a scorer scores it.
+        """Mark the sample finished if `ended`, the response's finish reason, is not "", and submit it for scoring
+        unless a scorer process scores it.
 
-        Returns whether its last tokens wait for the score, to share a message with it.
+        Returns whether its last tokens should wait for the score, to travel in one message with it.
         """
         sample.finished = sample.finished or bool(ended)
         if not ended or sample.grant.hand_over:
@@ -374,8 +376,8 @@ class Worker:
         self.reports.close(ending, token_values(score) if isinstance(ending, wire.TokenScored) else b"")
 
     def _hand_back_aborted(self) -> None:
-        """Give back, with its tokens, each training sample still generating whose lease id is <= the abort's
-        watermark."""
+        """Give back, with its tokens, each training sample that still generates and whose lease id is at most the
+        watermark: the newest lease id at the broker's last abort."""
         training = (lease_id for lease_id, sample in self.active.items() if not sample.task.evaluation)
         aborted = [lease_id for lease_id in training if lease_id <= self.watermark]
         for chunk in self.engine.cancel_all(aborted):
@@ -384,9 +386,9 @@ class Worker:
             self._give_back(lease_id, "abort")
 
     def _give_back(self, lease_id: int, cause: wire.GiveBackCause, error: str = "") -> None:
-        """Stop generating a sample and give its lease back to the broker for this `cause`. A lease whose end is
-        reported or whose response a scorer scores is kept, and on an abort or recall also one whose response this
-        worker is scoring."""
+        """Stop generating a sample and give its lease back to the broker for this `cause`. The lease is kept if its end
+        is already reported or a scorer process scores the response. On an abort or recall it is also kept if this
+        worker is scoring the response."""
         for chunk in self.engine.cancel(lease_id):
             self._report_chunk(chunk)
         self.images.forget(lease_id)
@@ -401,12 +403,13 @@ class Worker:
         self.reports.close(wire.GiveBack(lease_id, sample.length, cause, error))
 
     def _ids(self, lease_id: int) -> dict[str, int]:
-        """Group number, and index in the group, of a lease's sample, as extra fields of a log line."""
+        """Extra fields for a log line about the sample of a lease: number of its group, and index in the group."""
         sample = self.active.get(lease_id)
         return {"group": sample.task.group, "sample": sample.grant.index} if sample else {}
 
     def _drop(self, lease_id: int) -> None:
-        """Forget a lease that has ended, with its unsent rows, and cancel its generation."""
+        """Forget a lease that has ended, with its rows that the broker has not acknowledged, and cancel its
+        generation."""
         self.reports.forget(lease_id)
         self.images.forget(lease_id)
         if self.active.pop(lease_id, None):
@@ -430,7 +433,7 @@ class Worker:
                 loader.receiver.released()
 
     def _held_out(self) -> list[int]:
-        """Lease ids of the held-out samples that generate."""
+        """Lease ids of the held-out samples (of an evaluation) that this worker generates."""
         held_out = (lease for lease, each in self.active.items() if each.task.evaluation and not each.finished)
         return [lease for lease in held_out if not self.reports.is_closing(lease)]
 
@@ -439,7 +442,7 @@ class Worker:
             self._give_back(lease_id, "recall")
 
     def _load_weights(self) -> None:
-        """Load weights that have arrived, unless held-out samples need the engine's version."""
+        """Load weights that have arrived, unless held-out samples of an evaluation still need the engine's version."""
         if not self.time_sharing.holds_device:
             return
         version, changed = self.engine.version, changes_version(self.engine, self.weight_loaders)

@@ -37,7 +37,8 @@ class Dialect:
     """Bytes after the last event of a stream."""
 
     def __init__(self, tokenizer: Tokenizer, model: str, ignore_overrides: bool):
-        """`ignore_overrides`: ignore parameters that would change the distribution instead of refusing them."""
+        """`model`: name of the model that responses give. `ignore_overrides`: ignore parameters that would change the
+        distribution instead of refusing them."""
         self.tokenizer = tokenizer
         self.model = model
         self.ignore_overrides = ignore_overrides
@@ -73,7 +74,8 @@ class Dialect:
 
     @staticmethod
     def error(code: str, text: str, status: int) -> Body:
-        """The response body of an error."""
+        """The response body of an error. `code`: machine-readable reason; `text`: the reason as a sentence; `status`:
+        HTTP status of the response."""
         raise NotImplementedError
 
     # --- shared by all APIs ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHIPPED: dict[str, str] = {}
-"""Name of each alarm of this folder -> its `package.module:Class`."""
+"""Name of each alarm that ships with April, in this folder -> its `package.module:Class`."""
 ALARMS = Registry("operations.alarms", "alarm", SHIPPED, base=f"{__name__}:Alarm")
 
 
@@ -31,8 +31,9 @@ FAILED_PAGE = "docs/extending.md#an-alarm"
 class Alarm:
     """Base class of alarms, created when the broker starts.
 
-    Alarms store nothing, so a restarted broker passes old step records to `look` again: the first ones of the run, then
-    those of the steps that a learner may still train again, and of three steps before them.
+    Alarms store nothing, so a restarted broker passes records of earlier steps to `look` again: those of the run's
+    first steps, those of the steps that a learner may still train again, and those of the three steps before the
+    latter.
     """
 
     page = "docs/watching.md#alarms"
@@ -47,8 +48,8 @@ class Alarm:
         return ""
 
     def watch(self, loops: Sequence["PeerLoop"]) -> str:
-        """Check the positions of the main loops of workers, scorers and learner, several times a second; returns the
-        same as `look`."""
+        """Check the positions of the main loops of workers, scorers and learner, several times a second. Returns a
+        sentence that says what is wrong and what to do, "" if nothing is wrong."""
         return ""
 
 
@@ -67,7 +68,7 @@ def shipped(name: str) -> Callable[[AlarmClass], AlarmClass]:
 
 
 def figures(record: dict[str, Any], part: str) -> dict[str, Any]:
-    """The entry `part`, such as `learner`, of a step's record; empty if the record lacks it."""
+    """The value of the key `part`, such as `learner`, in the record of a step; empty if the record lacks it."""
     return record.get(part) or {}
 
 
@@ -91,7 +92,8 @@ class Alarms:
 
     @property
     def raised(self) -> list[dict[str, str]]:
-        """`name`, `sentence` and `page` of the alarms that the last `watch` raised, and of those that have failed."""
+        """The alarms that the last `watch` raised, and those that have failed, each with `name`, `sentence` and `page`
+        (a path of the documentation)."""
         failed = [{"name": name, "sentence": text, "page": FAILED_PAGE} for name, text in self._failed.items()]
         return [*self._watched, *failed]
 

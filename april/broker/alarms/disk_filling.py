@@ -17,7 +17,7 @@ class DiskFillingAlarm(Alarm):
     least_bytes = 2 << 30
     """Free bytes on the disk below which the alarm is raised whatever the rate of disk use."""
     least_s = 60.0
-    """Least seconds over which the rate of disk use is measured."""
+    """Shortest stretch of newest steps, in seconds, from which the rate of disk use is computed."""
 
     def __init__(self) -> None:
         self.seen: deque[tuple[float, int]] = deque(maxlen=20)

@@ -1,4 +1,5 @@
-"""The alarm about corrections that leave little of a batch."""
+"""The alarm about batches in which a few stale tokens, or corrections for staleness, leave little weight to the
+others."""
 
 from typing import Any, ClassVar
 
@@ -14,9 +15,9 @@ class EffectiveSamplesAlarm(Alarm):
     page = "docs/algorithms.md#figures-of-a-step"
     steps_in_a_row = 3
     usual: ClassVar = {"ess": 0.5, "weight_ess": 0.25}
-    """Effective sample size below which the alarm is raised, as a share of the trained tokens, by metric. `ess`: of the
-    ratios of the trained policy to the sampling versions; `weight_ess`: of the importance weights that corrections
-    applied."""
+    """Effective sample size, as a share of the trained tokens, below which the alarm is raised, by name of the metric.
+    `ess`: computed from the ratios of the trained policy's probabilities to the sampling versions'; `weight_ess`: from
+    the importance weights that corrections applied."""
 
     def look(self, record: dict[str, Any]) -> str:
         learner = figures(record, "learner")

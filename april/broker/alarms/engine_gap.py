@@ -17,18 +17,21 @@ class EngineGapAlarm(Alarm):
     has not measured the gap that rounding causes, as a multiple of the largest mean gap of any worker in the run's
     first batch."""
     least, most = 1e-4, 0.6
-    """Bounds of the largest allowed gap in nats: what the weight check allows in float32 and in 8 bits."""
+    """Bounds in nats of the allowed mean gap that `threshold` yields: the gaps that the weight check allows an engine
+    in float32 (`least`) and one in 8 bits (`most`)."""
     least_tokens = 100
     """Fewest tokens for which a worker's mean gap is judged."""
 
     def __init__(self) -> None:
         self.limit: float | None = None
         self.evidence: dict[str, float] = {}
-        """Evidence of wrong weights by worker: a CUSUM over steps, made by `added_evidence` of mean gap / gap that
-        rounding causes. Empty if the learner has not measured the gap that rounding causes."""
+        """Evidence that a worker has wrong weights, by worker: a CUSUM over steps, which `added_evidence` raises or
+        lowers by the ratio of the worker's mean gap to the gap that rounding causes. Empty if the learner has not
+        measured the latter."""
         self.raised_at: dict[str, float] = {}
-        """Mean gap for which a worker last raised the alarm, as a multiple of the rounding gap; after that only larger
-        gaps count as evidence. So an 8-bit engine, which rounds more than the learner has measured, raises it once."""
+        """By worker: the mean gap for which it last raised the alarm, as a multiple of the gap that rounding causes;
+        from then on only larger gaps count as evidence. So an 8-bit engine, which rounds more than the learner has
+        measured, raises the alarm once."""
 
     def look(self, record: dict[str, Any]) -> str:
         gaps = {

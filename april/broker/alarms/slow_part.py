@@ -1,4 +1,4 @@
-"""The alarm about a part of the run that takes much longer than usual."""
+"""The alarm about a training step, or a stage of a process's main loop, that takes much longer than usual."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 USUAL_STEPS, FEWEST_STEPS = 31, 3
-"""Number of newest steps whose median duration is the usual one, and least number of steps for a median."""
+"""Number of newest steps whose median duration counts as usual, and number of steps from which on there is a median."""
 
 
 @shipped("slow_part")
@@ -23,7 +23,7 @@ class SlowPartAlarm(Alarm):
     threshold = 10
     """Multiple of the usual duration above which a step or stage is slow."""
     least_s = 10.0
-    """Duration in seconds below which nothing is slow."""
+    """Duration in seconds up to which no step and no stage counts as slow."""
 
     def __init__(self) -> None:
         self.steps_s: deque[float] = deque(maxlen=USUAL_STEPS)

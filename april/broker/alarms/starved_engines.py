@@ -5,12 +5,13 @@ from typing import Any
 from april.broker.alarms.alarm import Alarm, figures, shipped
 
 FEWEST_LOOKS = 4
-"""Fewest occupancy measurements of the slots in a step from which their mean is used."""
+"""Number of measurements of the slots' occupancy in a step from which on their mean is used."""
 
 
 def slots_while_waiting(record: dict[str, Any]) -> tuple[dict[str, float], float]:
-    """(occupancy of the workers' slots, share of its time that the learner waited for a batch) in a step in which that
-    share is above a half; the occupancy is empty otherwise, without slots, or if the step was too short for a mean."""
+    """(slots, share): the share of its time that the learner waited for a batch in a step, and the occupancy of the
+    workers' slots in it, as `SlotMeans.means` gives it. The occupancy is empty if the share is not above a half, there
+    are no slots, or the step was too short for a mean."""
     slots, learner = figures(record, "slots"), figures(record, "learner")
     waited_s, trained_s = learner.get("wait_s") or 0.0, learner.get("train_s") or 0.0
     share = waited_s / (waited_s + trained_s) if waited_s + trained_s else 0.0

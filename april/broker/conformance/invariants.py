@@ -18,7 +18,8 @@ def trains(lease):
 
 
 class Invariants(RuleBasedStateMachine):
-    """Invariants that hypothesis checks between the rules of a state machine, once it has a ledger."""
+    """Invariants of a ledger, which hypothesis checks after each rule (random action) of a state machine, once the
+    machine has a ledger."""
 
     ledger: Ledger
     ledger_rules: Rules

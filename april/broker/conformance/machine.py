@@ -171,7 +171,7 @@ class ScheduleMachine(Invariants):
                 assert self.ledger.leases.generating <= kind.samples_in_flight(self.section)
 
     def choose(self, version, share_left):
-        """The next sample for a worker under `version`, or None. `share_left`: whether held-out ones may come first."""
+        """The next sample for a worker with weights `version`, or None. `share_left`: as in `choose_sample`."""
         return choose_sample(self.schedule, self.ledger, version, share_left)
 
     @rule(data=st.data(), count=st.integers(1, RESPONSE_BUDGET), ends=st.booleans())
@@ -227,8 +227,8 @@ class ScheduleMachine(Invariants):
 
     @rule(data=st.data(), worker=st.sampled_from(["w0", "w1"]))
     def recall(self, data, worker):
-        """Recall a straggler from its worker and lease it to `worker` ahead of all waiting samples, if the schedule
-        permits it."""
+        """Recall a training sample in generation from its worker. If it has tokens, and `worker` may have it, lease it
+        to `worker` ahead of all waiting samples."""
         lease = self.a_lease(data, generating=True)
         if lease is None or not trains(lease):
             return
@@ -310,7 +310,8 @@ class ScheduleMachine(Invariants):
 
     @rule()
     def give_up_evaluations(self):
-        """End or, at the current step, restart evaluations of versions that no worker has any more."""
+        """Give up evaluations of versions that no worker has any more: discard their unfinished groups or, at the
+        current policy step, start the evaluation again."""
         for step, groups in list(self.ledger.evaluations.items()):
             if any(version.step == step and self.ledger.may_evaluate(version) for version in self.versions.values()):
                 continue
@@ -337,10 +338,9 @@ class ScheduleMachine(Invariants):
 
     @rule(every=st.integers(1, 9))
     def everybody_works(self, every):
-        """Let all workers generate without faults: every waiting sample must get leased, and the learner the next
-        batch.
+        """Let all workers generate without faults: each waiting sample must get leased, and the learner the next batch.
 
-        A new evaluation arrives in every `every`-th turn; each worker gives evaluations half of its slots.
+        In every `every`-th pass of the loop an evaluation is opened; it may take half of each worker's slots.
         """
         self.ledger.end_drain()
         ledger, turn, since = self.ledger, 0, len(self.log)
@@ -383,7 +383,7 @@ class ScheduleMachine(Invariants):
                 self.lease(worker, 1, share_left=sum(not trains(lease) for lease in held) < SLOTS // 2)
 
     def go_on(self, lease, count, ends):
-        """Generate `count` tokens under a lease, the response's last if `ends`; or score a complete response."""
+        """Generate `count` tokens under a lease, the last of the response if `ends`; score it under a scoring lease."""
         if not lease.generating:
             reward = 1.0 if lease.sample.group.id % 4 == 3 else float(lease.sample.index % 2)
             assert self.ledger.score(lease.id, reward) is Verdict.OK
@@ -460,8 +460,8 @@ class ScheduleMachine(Invariants):
     @precondition(lambda self: self.ledger_rules.submitted)
     @rule(count=st.integers(0, 9), again=st.integers(0, 3))
     def submit_prompts(self, count=1, again=0):
-        """Submit `count` prompts as a trainer does, after repeating the last `again`: a prompt sent twice is a
-        duplicate, and a prompt sent too early is refused as a gap."""
+        """Submit `count` prompts as a trainer does, the first `again` of which it has sent before: those are
+        duplicates. A prompt that skips a number is refused as a gap."""
         first = max(0, self.ledger.prompts.submitted_count - again)
         for row in range(first, first + count):
             known = row < self.ledger.prompts.submitted_count
@@ -477,8 +477,8 @@ class ScheduleMachine(Invariants):
 
     @rule(data=st.data(), from_snapshot=st.booleans(), same=st.booleans())
     def restart_broker(self, data, from_snapshot, same):
-        """Restart the broker: snapshot (if `from_snapshot`) and journal must rebuild the same ledger. Unless `same`,
-        the schedule may be of another kind afterwards."""
+        """Restart the broker: the journal, after the snapshot if `from_snapshot`, must rebuild the same ledger. The
+        schedule stays as it is if `same`; otherwise its kind and settings are drawn anew."""
         again = Ledger(self.ledger_rules, write=self.journal)
         first = 0
         if from_snapshot and self.snapshot:

@@ -31,7 +31,7 @@ class NumberedPrompts:
 
 
 class SubmittedPromptsStub:
-    """Prompt source that draws the prompts submitted to a ledger, without their text."""
+    """Prompt source that draws the prompts submitted to a ledger, without their token ids (empty bytes)."""
 
     rows = 1 << 30
     """Upper limit of the number of prompts; no test submits as many."""
@@ -56,7 +56,7 @@ WORKLOADS: dict[str, Callable[[Sample], int]] = {
     "equal": lambda sample: 6,
     "stragglers": lambda sample: 80 if sample.group.id % 6 == 2 and not sample.index else 1 + sample.group.id % 4,
 }
-"""Final length of each sample's response in tokens, by name of the workload."""
+"""Name of a workload -> function that returns the final length of a sample's response, in tokens."""
 
 
 def advance(schedule: Schedule, ledger: Ledger) -> bool:
@@ -107,7 +107,8 @@ def run_to_the_end(
 
 
 def progress(ledger: Ledger) -> tuple[int, ...]:
-    """Counters of a run's progress apart from generated tokens; a run in which none grows stands still."""
+    """Counters that grow as a run progresses; generated tokens are not among them. A run in which none grows stands
+    still."""
     steps = ledger.steps
     return ledger.serials.last_lease_id, ledger.rounds.number, steps.next, steps.consumed, len(ledger.ready)
 
@@ -115,8 +116,9 @@ def progress(ledger: Ledger) -> tuple[int, ...]:
 def work(
     schedule: Schedule, ledger: Ledger, lengths: dict[int, int], final_length: Callable[[Sample], int], slots: int
 ) -> None:
-    """Fill the worker's slots and generate one token of each response. `lengths`: final length of each response in
-    tokens, by lease id."""
+    """Fill the worker's `slots` slots, and generate one token of each response in them. `lengths`: final length in
+    tokens of each response in generation, by lease id; `final_length`: function that gives it for a newly leased
+    sample."""
     version = Version(0, ledger.steps.consumed)
     while len(lengths) < slots and (sample := choose_sample(schedule, ledger, version)):
         lease = ledger.lease(sample, "w", version.step, 0.0)
@@ -137,8 +139,8 @@ LONG_STEPS = 30
 
 
 def try_schedule(section: ScheduleSection, steps: int = LONG_STEPS) -> None:
-    """Run a schedule for `steps` small batches with every workload, few and many slots, and different bounds of
-    staleness.
+    """Run a schedule for `steps` small batches under each workload (distribution of response lengths), with few and
+    with many slots, and with several limits on staleness.
 
     Raises AssertionError for a run that stands still, and ScheduleFailed for a schedule that raises an exception.
     """

@@ -20,8 +20,8 @@ EXAMPLES, STEPS = 60, 40
 
 
 def machine_of(name: str, base: type[ScheduleMachine] = ScheduleMachine) -> type[ScheduleMachine]:
-    """State machine for the schedule `name`, whose broker may switch to another kind of schedule at a restart, and
-    back. `base`: class that it extends."""
+    """A subclass of `base`, a state machine, for the schedule `name`. At a restart its broker may switch to another
+    kind of schedule, and back."""
     others = tuple(other for other in SCHEDULES.shipped if other != name)
     return type("ScheduleMachine", (base,), {"kind": name, "others": others})
 
@@ -102,8 +102,8 @@ def check_schedule_named(name: str, overrides: list[str], say: Callable[[str], N
 
 
 def where(error: Exception) -> str:
-    """Describe an exception: its message, hypothesis' notes on the actions that led to it, and the source lines of its
-    traceback."""
+    """Describe where and why a check failed with `error`: the error's message, hypothesis' notes on the actions that
+    led to it, and the source lines of its traceback."""
     error = error.__cause__ if isinstance(error, ScheduleFailed) and isinstance(error.__cause__, Exception) else error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "hypothesis" not in frame.filename]
     lines = [f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in frames[1:]]

@@ -64,7 +64,8 @@ class AgentHandler(LeaseHolderHandler):
     # --- observations ---------------------------------------------------------------------------------------
 
     def take_rows(self, peer: Peer, packed: list[wire.PackedArray], now: float) -> None:
-        """Take observations, each of which opens a turn; rows are accepted or refused one by one."""
+        """Take observations that agents report, each of which begins a turn of the policy; rows are accepted or refused
+        one by one."""
         table, payload = self.validator.read(packed, now)
         lease_ids = table["lease_id"].tolist()
         leases = [self.ledger.leases.find(lease_id) for lease_id in lease_ids]
@@ -98,7 +99,8 @@ class AgentHandler(LeaseHolderHandler):
     # --- turns and sessions ---------------------------------------------------------------------------------
 
     def forward_rows(self, table: np.ndarray, payload: Buffer, leases: list[Lease | None]) -> None:
-        """Forward the rows of workers to the agents whose turns they are, after the next sync.
+        """Forward the turns of the policy that workers report to the agents that asked for them, after the journal's
+        next sync.
 
         `leases`: the lease of each row; None where the row was refused. `table`, `payload`: rows and their payloads, as
         in `wire.rows`.
@@ -120,7 +122,8 @@ class AgentHandler(LeaseHolderHandler):
             self.peers.send(peer, wire.SessionTurns(), [packed(rows), packed(payloads)])
 
     def hand_out(self, now: float) -> None:
-        """Lease sessions to the processes that have room, the least loaded first; none while the broker is drained."""
+        """Lease sessions to the agents processes that have room, the least loaded first; none while the broker is
+        drained."""
         if self.ledger.rounds.draining or not self.ledger.rules.agents:
             return
         if self.context.schedule.finished(self.ledger):
@@ -157,8 +160,8 @@ class AgentHandler(LeaseHolderHandler):
                     self.cancel(peer, lease.id)
 
     def _choose(self) -> Sample | None:
-        """The sample to lease as a session next: evaluation up to its share of all sessions, then training, then
-        evaluation beyond its share."""
+        """The sample to lease to an agents process next: an evaluation sample while evaluation has less than its share
+        of all sessions, or else a training sample, or else a further evaluation sample."""
         evaluated = self.ledger.leases.evaluating_agents
         room = sum(peer.capacity for peer in self.peers.with_role("agents"))
         queue, schedule = self.ledger.queue, self.context.schedule
@@ -207,8 +210,8 @@ class AgentHandler(LeaseHolderHandler):
         return [(row, body) for _, row, body in sorted(rows, key=itemgetter(0))]
 
     def _fork_rows(self, fork: Sample, lease_id: int) -> Iterator[tuple[ChunkRef, ReportRow, memoryview]]:
-        """Yield a fork's rows after the tokens shared with its parent; the last row of a complete turn has a finish
-        reason. `lease_id`: id of the fork, which is the session's lease id plus the fork's number."""
+        """Yield the rows of a fork that follow the tokens shared with its parent; the last row of a complete turn has a
+        finish reason. `lease_id`: id of the fork, which is the session's lease id plus the fork's number."""
         ends = list(accumulate(ref.tokens for ref in fork.chunk_refs))
         refs = [ref for ref, end in zip(fork.chunk_refs, ends, strict=True) if end > fork.shared_tokens]
         bodies, start = self.context.payloads.journal.read_payloads(iter(refs)), fork.shared_tokens

@@ -36,7 +36,8 @@ class Evaluations:
         self.section, self.held_out = context.config.evaluation, context.prompts.held_out
         self._announced: list[int] = []
         self._overtaken_at: dict[int, float] = {}
-        """Time at which newer weights than those of an evaluation in progress were first seen, by policy step."""
+        """Time at which newer weights than those of an evaluation in progress were first seen, by evaluated policy
+        step."""
         self._held_slot_s: defaultdict[int, float] = defaultdict(float)
         """Slot-seconds that workers idled because they put off a weight update for an evaluation, by evaluated policy
         step."""
@@ -45,8 +46,8 @@ class Evaluations:
     # --- opening and recording ----------------------------------------------------------------------------------
 
     def open_due(self) -> None:
-        """Open groups for the held-out prompts if the current weights are of step 0, of a multiple of
-        `evaluation.every` or of the last step, and their evaluation has not been opened before."""
+        """Open groups for the held-out prompts, unless the current weights have been or are being evaluated. Weights
+        are evaluated at step 0, at each multiple of `evaluation.every`, and at the last step."""
         step = self.ledger.steps.consumed
         if not self._is_due(step):
             return
@@ -66,7 +67,7 @@ class Evaluations:
         return step == 0 or at_the_end or bool(every and step % every == 0)
 
     def record_complete(self) -> None:
-        """Record the result of each evaluation whose groups are all complete."""
+        """Record the result of each evaluation none of whose groups is open any more."""
         for step, groups in list(self.ledger.evaluations.items()):
             if any(group.state is GroupState.OPEN for group in groups):
                 continue
@@ -83,18 +84,20 @@ class Evaluations:
     # --- one version --------------------------------------------------------------------------------------------
 
     def announce(self) -> None:
-        """Tell the workers, when it changes, at which policy steps held-out samples wait for a worker."""
+        """Tell all workers at which policy steps held-out samples wait for a worker, if that has changed since the last
+        call."""
         if (waiting := self._waiting()) != self._announced:
             self._announced = waiting
             for peer in self.context.peers.workers():
                 self.greet(peer)
 
     def greet(self, peer: Peer) -> None:
-        """Tell a worker at which policy steps held-out samples wait for a worker, over the connection of its grants."""
+        """Tell a worker at which policy steps held-out samples wait for a worker, over its data connection, by which
+        grants also come."""
         self.context.peers.send(peer, wire.Evaluating(self._waiting()))
 
     def _waiting(self) -> list[int]:
-        """Policy steps of the evaluations with samples that still need a worker."""
+        """Policy steps of the evaluations of which some samples still have to be leased to a worker."""
         if not any(self.ledger.open_samples.count(state, evaluation=True) for state in WITHOUT_WORKER):
             return []
         return [
@@ -122,8 +125,8 @@ class Evaluations:
                     self.ledger.discard(group, NOT_EVALUATED)
 
     def _is_overtaken(self, step: int) -> bool:
-        """Whether the learner has newer weights than those of `step` or, where it shares the accelerators with the
-        engines, waits for them to train the next batch."""
+        """Whether the learner has newer weights than those of `step`. Where learner and engines take turns on the same
+        accelerators: whether batch `step` has been delivered, for which the learner needs the accelerators."""
         steps = self.ledger.steps
         return (steps.next if self.context.config.devices.turns else steps.consumed) > step
 
@@ -158,8 +161,8 @@ class Evaluations:
     # --- the best -----------------------------------------------------------------------------------------------
 
     def best(self) -> int | None:
-        """Policy step of the trained weights with the best accuracy on the set `evaluation.best`, or the best reward if
-        no accuracy is known; the later one of equals. None if there is no such set or no score yet.
+        """Policy step of the trained weights that did best on the set `evaluation.best`: by accuracy, or by reward if
+        the accuracy is not known; of equals the later step. None if there is no such set or no score yet.
 
         An evaluation that left prompts out does not count, since those are the prompts with the longest responses.
         """

@@ -15,15 +15,16 @@ from april.data.rows import BadRow
 
 IMAGE_NAME = re.compile("[0-9a-f]{64}")
 PART_BYTES = 4 << 20
-"""An answer to `FetchImages` ends with the image that brings it to this many bytes."""
+"""Bytes of images from which on an answer to `FetchImages` gets no further image."""
 UNREAD_CREDITS = 2
-"""A peer that has this many credits (`broker.credit_mb`) of unacknowledged bytes gets no more images; more than one
-credit, since other messages may take up one."""
+"""Number of credits (`broker.credit_mb` each) of unacknowledged bytes at which a peer gets no more images; more than
+one, since other messages may take up one."""
 
 
 def send_images(handler: Any, peer: Peer, received: wire.Received, now: float) -> None:
-    """Answer a `FetchImages`. `handler`: that of the peer's role. Raises DamagedImage for an image that cannot be read,
-    once the answer is queued: the groups that need it are discarded."""
+    """Answer a `FetchImages`; an image that cannot be read is empty in the answer. `handler`: that of the peer's role.
+    Raises DamagedImage for such an image after it has queued the answer, so that the caller discards the groups that
+    need it."""
     asked = received.message.names
     if not len({*asked}) == len(asked) <= wire.MAX_IMAGES_ASKED or not all(map(IMAGE_NAME.fullmatch, asked)):
         raise wire.WireError("more images than one request may ask for, one of them twice, or names that are none")

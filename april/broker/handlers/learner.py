@@ -33,9 +33,10 @@ log = logging.getLogger(__name__)
 NO_BEST_STEP = -1
 """Value of `BestCheckpoint.step` while no weights have been evaluated."""
 PART_BYTES = 1 << 19
-"""One message of a batch ends with the group that brings its arrays to this many bytes."""
+"""Bytes of arrays from which on a message with groups of a batch gets no further group."""
 PASS_BYTES = 1 << 19
-"""Bytes of arrays sent to the learner in one pass of the broker's loop, so that no other peer waits long."""
+"""Bytes of arrays from which on the learner gets no further message in a pass of the broker's loop, so that no other
+peer waits long."""
 
 GroupPayload = tuple[wire.GroupHead, list[wire.PackedArray]]
 """A group as it is sent in a batch: its description and its arrays."""
@@ -52,10 +53,11 @@ class LearnerHandler:
         """(learner, `Fetch` message) of a request for a batch that does not exist yet or is not completely sent; None
         otherwise."""
         self.sent_groups = 0
-        """Number of groups already sent in answer to `pending_fetch`, including those for the sample logs, which come
-        last."""
+        """Number of groups already sent in answer to `pending_fetch`: those of the batch, and then groups that are not
+        trained, for the sample logs."""
         self.logged: set[int] = set()
-        """Indices of the groups in the batch of `pending_fetch` that the learner writes to the sample logs."""
+        """Indices, within the batch of `pending_fetch`, of the trained groups that the learner writes to the sample
+        logs."""
         self.sendable_from: int | None = None
         """Journal position of the end of the batch's delivery event: it must be on disk before the batch of
         `pending_fetch` is sent."""
@@ -140,8 +142,8 @@ class LearnerHandler:
             self.pending_fetch = None
 
     def _finish(self, peer: Peer, received: wire.Received) -> None:
-        """Answer a `Fetch` after the end of the run, with the held-out groups evaluated last; if the run has failed,
-        also with the groups discarded last, which show why."""
+        """Answer a `Fetch` after the end of the run. The answer holds the held-out groups evaluated since the last
+        batch, for the sample logs; if the run has failed, also the groups discarded since then, which show why."""
         logged = wanted(received.message, self.context.history.logged_groups.waiting)
         failed = self.context.run.state == "failed"
         payloads = [self._logged_payload(group) for group in logged if failed or not group.head.discarded]
@@ -229,7 +231,8 @@ class LearnerHandler:
 
     def _logged_payload(self, logged: LoggedGroup, token_scores: int = 0) -> GroupPayload:
         """Description and arrays of a discarded or held-out group; without samples if the journal cannot read them
-        back. `token_scores`: number of (empty) token scores that each sample gets."""
+        back. `token_scores`: number of token scores of the batch, for each of which every sample gets an empty
+        array."""
         payloads, (is_held_out, epoch, row) = self.context.payloads, logged.drawn
         known_set = self.evaluations.held_out.get(epoch)
         set_name = known_set.settings.name if known_set else HELD_OUT
@@ -291,8 +294,8 @@ class LearnerHandler:
         self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
 
     def _refuses_unstarted(self, peer: Peer, received: wire.Received) -> bool:
-        """Refuse a learner that has not said which checkpoint it holds, as the batches may be another learner's by now;
-        returns whether the learner was refused."""
+        """Refuse a message of a learner process that has not said from which checkpoint it starts, since another
+        process may be the run's learner by now; returns whether it was refused."""
         if not peer.started:
             self._refuse(peer, received, "say first which checkpoint you hold")
         return not peer.started
@@ -354,15 +357,16 @@ def sample_head(sample: Sample, context: BrokerContext) -> wire.SampleHead:
 
 
 MACHINE_START_BITS = 16
-"""Number of low bits of a start's number that count the machines' starts; the higher bits count the broker's starts."""
+"""Number of low bits of `NodeHandler._start` that count the starts of the machines' ranks; the higher bits are the
+number of the broker's start."""
 
 
 class NodeHandler:
     """Handles the rendezvous of a learner's machines.
 
     The first machine announces the address for the ranks' rendezvous, and the other machines ask for it. The address is
-    valid while the first machine is connected. When a new process of a machine connects, the number of the start rises
-    and all machines restart their ranks, since ranks cannot go on after one of them is lost.
+    valid while the first machine is connected. When a new process of a machine connects, all machines start their ranks
+    again under a higher start number, since ranks cannot go on after one of them is lost.
     """
 
     def __init__(self, peers: Peers):
@@ -371,9 +375,10 @@ class NodeHandler:
         self._announced_by = 0
         """Session id of the machine that announced the rendezvous address; 0 for none."""
         self._start = 0
-        """Number of the latest start, higher than any of an earlier start of the broker."""
+        """Number of the latest start of the machines' ranks, higher than any that an earlier broker of the run has
+        given out."""
         self._counted = set[str]()
-        """Uids of the connected processes for each of which `_start` was raised once."""
+        """Uids of the connected machine processes that have already raised `_start`: each does so once."""
 
     def on_rendezvous(self, peer: Peer, received: wire.Received, now: float) -> None:
         said = received.message

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
-    """Queue the grant of a lease to its holder; the task and prompt of a group are sent once per message."""
+    """Queue the grant of a lease to its holder. Several grants share a message; it has the task and the prompt of a
+    group once."""
     sample = lease.sample.latest_fork if lease.scoring else lease.sample
     group, payloads = sample.group, context.payloads
     grants = context.peers.pending_for(peer).new_leases()
@@ -134,8 +135,8 @@ class LeaseHolderHandler:
         self.peers = context.peers
         self.recorder = context.recorder
         self._lease_terms = math.nan, 0.0, 0.0
-        """(time of the newest lease, its expiry unless renewed, its latest end), seconds; leases granted at the same
-        time share them."""
+        """(time, expiry, latest end) of the newest leases, seconds: when they were granted, when they expire unless
+        renewed, and up to when they can be renewed."""
 
     def record_instant(self, peer: Peer, instant: str, now: float) -> None:
         """Record an instant in the timeline of a lease holder, `joined` or `lost`; the base class records nothing."""
@@ -151,7 +152,8 @@ class LeaseHolderHandler:
     # --- connecting and leaving -----------------------------------------------------------------------------
 
     def hello(self, peer: Peer, hello: wire.Hello, now: float) -> list[int]:
-        """Open the session of a lease holder; returns the leases that it reports but does not hold any more.
+        """Open the session of a lease holder; returns the ids of the leases that the holder reports, and that the
+        ledger no longer has as its own.
 
         Another process with the same role and name counts as dead and is told to stop.
         """
@@ -324,8 +326,9 @@ def score_fault(scored: wire.Scored, responses: int) -> str:
 
 
 def values_by_lease(received: wire.Received) -> dict[int, bytes]:
-    """Token-score values of a report, float32, by lease id; empty if it has none. Raises WireError if their number is
-    not that stated in `Report.closings` or, for a score split over several reports, not that of its next part."""
+    """Token-score values (float32) of a report, by lease id; empty if it has none. Raises WireError if their number is
+    not the one that `Report.closings` states. For a score that is split over several reports, it is the number of
+    values still missing, up to what a report can hold."""
     scored = [closing for closing in received.message.closings if isinstance(closing, wire.TokenScored)]
     if not scored:
         return {}
@@ -350,8 +353,8 @@ def value_count(scored: wire.TokenScored) -> int:
 
 
 def joined_values(peer: Peer, scored: wire.TokenScored, values: bytes) -> bytes | None:
-    """Join the token-score values (float32) of one `TokenScored` that is split over several reports; returns all so
-    far, None if `values` do not continue those of the report before."""
+    """Join the token-score values (float32) of one `TokenScored` that is split over several reports. Returns all values
+    so far, or None if `values` do not begin where those of the report before ended."""
     (lease_id, before), peer.token_scores = peer.token_scores, (0, b"")
     if not scored.start:
         return values
@@ -380,8 +383,8 @@ def token_score_fault(scored: wire.Scored, lease: Lease, values: bytes) -> str:
 
 
 def fits(count: int, sample: Sample) -> bool:
-    """Whether a token score may have `count` values: one per turn, or the same number for each token of the response.
-    In an agent's session the tokens before the first sampled one have no values, and turns none at all."""
+    """Whether a token score may have `count` values: one for each turn, or the same number for each token of the
+    response. In a session with an agent only the latter, and tokens before the first sampled one have no values."""
     tokens, turns = sample.length - sample.sampled_from, 0 if isinstance(sample, AgentSample) else sample.turns
     each, rest = divmod(count, tokens) if tokens else (count, 0)
     return 0 < count == turns or (1 <= each <= limits.MAX_VALUES_PER_TOKEN and not rest)

@@ -18,7 +18,7 @@ from april.wire import limits
 from april.wire.rows import FINISH_REASONS, OBSERVATION, TABLE, padded_sizes
 
 NOT_FINITE = 0x7F800000
-"""Bits of float32 infinity, without the sign bit; bit patterns of NaN are larger."""
+"""Bit pattern of float32 infinity as an integer, without the sign bit; the patterns of NaN are larger."""
 LARGEST_LOGPROB = np.float32(1e-3)
 """Largest accepted log-probability: above 0 only because of rounding."""
 LARGEST_LOGPROB_BITS = int(LARGEST_LOGPROB.view(np.int32))
@@ -55,8 +55,8 @@ def read_report(packed: list[wire.PackedArray]) -> tuple[np.ndarray, wire.Packed
 
 
 def turn_requests(table: np.ndarray, payload: wire.PackedArray) -> list[wire.TurnRequest | None]:
-    """Decode the `TurnRequest` that each observation row of an agents process carries as its state; None if it is
-    invalid."""
+    """Decode the state field of each observation row of an agents process, a `TurnRequest`; None for a row in which it
+    is invalid."""
     view, ends = memoryview(payload.data), np.cumsum(padded_sizes(table))
     begins = ends - padded_sizes(table) + 4 * table["tokens"].astype(np.int64)
     lengths = table["size"] - 4 * table["tokens"].astype(np.int64)
@@ -88,12 +88,14 @@ class RowValidator:
         self.has_environment = bool(config.environment.name)
         self.is_cut = config.sampling.is_cut
         self.oldest_s = config.broker.max_run_s + limits.MAX_CLOCK_SKEW_S
-        """Largest plausible age of a row's sampling time, seconds: the longest run, and the largest clock skew."""
+        """Largest plausible age of a row's sampling time in seconds: longest duration of a lease plus largest clock
+        skew."""
         self.ids_wrong = f"the policy's token ids are from 0 to {self.largest_id}"
 
     def read(self, packed: list[wire.PackedArray], now: float) -> tuple[np.ndarray, wire.PackedArray]:
-        """Read a report that came at `now`, like `read_report`. A sampling time outside the run, from a sender with a
-        wrong clock, becomes 0 (unknown), since it would stretch the time axis of the run's charts."""
+        """Read a report that came at `now`, like `read_report`. A sampling time that is implausibly old, or in the
+        future, comes from a wrong clock. It becomes 0 (unknown), since it would stretch the time axis of the run's
+        charts."""
         table, payload = read_report(packed)
         age_s = np.where(table["time"] == 0, 0, now - table["time"])
         beyond = (age_s > self.oldest_s) | (age_s < -limits.MAX_CLOCK_SKEW_S)

@@ -28,7 +28,8 @@ from april.wire.rows import CHUNK, Buffer
 
 
 LONGEST_FILL_LIMIT_S = 10.0
-"""Longest duration of a `FillLimit`; otherwise it lasts as long as the first worker took to load the new weights."""
+"""Longest duration of a `FillLimit`, seconds. Otherwise the limit lasts as long as the first worker took to load the
+new weights."""
 
 
 class FillLimit:
@@ -43,8 +44,9 @@ class FillLimit:
         self._until = now + min(loaded_in_s, LONGEST_FILL_LIMIT_S)
 
     def max_load(self, workers: Sequence[Peer], newest_step: int, ledger: Ledger, now: float) -> float:
-        """Largest load that a worker may have, as a share of its capacity; infinite while there is no limit.
-        `newest_step`: newest policy step that any worker has loaded."""
+        """Largest load that a worker may have, as a share of its capacity: the load of all workers if they shared all
+        training samples evenly. Infinite while there is no limit. `newest_step`: newest policy step that any worker has
+        loaded."""
         if now >= self._until or not ledger.rounds.open:
             return math.inf
         loaded = [worker for worker in workers if worker.version is not None and worker.capacity]
@@ -80,7 +82,8 @@ class WorkerHandler(LeaseHolderHandler):
         self.newest_step = 0
         """Newest policy step that any worker has loaded."""
         self.maybe_ready: dict[int, Peer] = {}
-        """Workers that may have room, by session id: those that sent a message since they were last full."""
+        """Workers that may have room for a lease, by session id: those that sent a message since they were last found
+        full."""
         self.has_more = False
         """Whether the last call of `hand_out` stopped at `PASS_GRANTS` leases."""
         self.fill_limit = FillLimit() if context.schedule.by_rounds else None
@@ -88,7 +91,8 @@ class WorkerHandler(LeaseHolderHandler):
         self._next_recall = 0.0
         self._progress: tuple[int, ...] = ()
         self._progress_at = 0.0
-        """State at the run's last progress: last lease id, next group, next batch; and the time of that progress."""
+        """Time at which the run last progressed. `_progress`: the state then, as (last lease id, next group, next
+        batch)."""
 
     def record_instant(self, peer: Peer, instant: str, now: float) -> None:
         self.recorder.add_span(peer.name, instant, now, now)
@@ -158,7 +162,8 @@ class WorkerHandler(LeaseHolderHandler):
         pending.done += [lease_id for lease_id in ended if lease_id not in self.ledger.leases]
 
     def _count(self, peer: Peer, table: np.ndarray, leases: list[Lease | None], now: float) -> None:
-        """Count the tokens of accepted rows (`table`); `leases`: the lease of each row."""
+        """Count the tokens of accepted rows (`table`), for the metrics and for the decode speed of the worker `peer`.
+        `leases`: the lease of each row."""
         sampled, tokens = table["kind"] == CHUNK, table["tokens"].astype(np.int64)
         chunks, accepted = [int(sampled.sum()), 0], [int(tokens[sampled].sum()), 0]
         if self.ledger.evaluations:
@@ -184,8 +189,8 @@ class WorkerHandler(LeaseHolderHandler):
     def _answer_refused(
         self, peer: Peer, lease_id: int, lease: Lease | None, verdict: Verdict, fault: str, row: Any, now: float
     ) -> None:
-        """Answer a row that was refused: with a reject, a nack, or for a duplicate an ack. `verdict`: the ledger's;
-        `fault`: fault in the payload, or ""; `row`: element of dtype `TABLE`."""
+        """Answer a row that the ledger did not accept: with a reject, a nack or, for tokens that it already has, an
+        ack. `verdict`: the ledger's; `fault`: fault in the payload, or ""; `row`: element of dtype `TABLE`."""
         sampled = int(row["tokens"]) if row["kind"] == CHUNK else 0
         if lease is None or not self._holds(peer.uid, lease_id):
             self.reject(peer, lease_id, NOT_CURRENT, sampled)
@@ -237,11 +242,12 @@ class WorkerHandler(LeaseHolderHandler):
             self.recorder.add_move("asked")
 
     def _fill(self, now: float) -> None:
-        """Grant each sample to the least loaded worker, or to the worker that has the sample's prefix in its KV cache.
+        """Grant each waiting sample to the least loaded worker, or to the worker that has the sample's prefix in its KV
+        cache.
 
-        A worker with the prefix must have room and the same version. If no sample fits a worker at step k, none but
-        held-out ones fits workers at steps ≤ k: skip them. While other workers load the newest weights, `FillLimit`
-        bounds the load of each.
+        A worker with the prefix must have room and the same version. If no training sample fits a worker at step k,
+        none fits workers at steps ≤ k either, so only held-out samples are looked for on their behalf. While other
+        workers load the newest weights, `FillLimit` bounds the load of each.
         """
         max_load = math.inf
         if self.fill_limit:
@@ -316,8 +322,8 @@ class WorkerHandler(LeaseHolderHandler):
         return choose_sample(self.context.schedule, self.ledger, peer.version, share_left)
 
     def _grant(self, sample: Sample, peer: Peer, ready: dict[str, Peer], now: float) -> None:
-        """Lease a sample to `peer`, for which it was chosen, or to the worker in `ready` (by uid) whose KV cache has
-        the sample's prefix."""
+        """Lease a sample to a worker: to the one in `ready` (by uid) whose KV cache has the sample's prefix, or else to
+        `peer`, for which the sample was chosen."""
         cached = ready.get(sample.cached_by(peer.step))
         if cached and cached.version == peer.version and self._has_room(cached):
             peer = cached
@@ -327,9 +333,9 @@ class WorkerHandler(LeaseHolderHandler):
         return self.ledger.leases.load.get((peer.uid, True), 0) < self.config.evaluation.share * peer.capacity
 
     def standstill(self, now: float) -> str:
-        """A sentence that says that the run cannot progress: for `STANDSTILL_S`, nothing was leased or evaluated, the
-        learner has trained every batch, and a worker with the newest weights has free slots that the schedule leaves
-        empty. Empty while something can progress, or waits for a disconnected peer."""
+        """A sentence that says that the run cannot progress any more, or "". It cannot if for `STANDSTILL_S` nothing
+        was leased or evaluated, the learner has trained every batch, and a worker with the newest weights has free
+        slots that the schedule leaves empty. A disconnected peer that the run waits for is no standstill."""
         ledger, peers, schedule = self.ledger, self.peers, self.context.schedule
         steps, opened = ledger.steps, ledger.account.counts[GroupState.OPEN]
         waits = (

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".msgpack"
 FILE_NAME = re.compile(r"\d{20}" + re.escape(SUFFIX))
 READ_BYTES = 4 << 20
-"""Smallest read from a journal file, bytes."""
+"""Least bytes that are asked for in one read from a journal file."""
 READ_AGAIN_S = (0.0, 0.02, 0.1)
 """Seconds to wait before each retry of a read that the system refused; short, since the broker's loop waits as well."""
 
@@ -72,9 +72,10 @@ def file_starts(folder: Path) -> list[int]:
 
 
 def checked_starts(folder: Path) -> list[int]:
-    """Like `file_starts`, with a check of the folder: files that do not belong to a journal are logged and left alone.
+    """Like `file_starts`, after a check of the folder: a file whose name is not a journal file's is logged and left
+    alone.
 
-    Raises JournalError if two files have the same position.
+    Raises JournalError if two files overlap, so that some journal position lies in both.
     """
     for path in folder.glob(f"*{SUFFIX}"):
         if not FILE_NAME.fullmatch(path.name):
@@ -91,8 +92,8 @@ def find_missing(folder: Path, positions: Iterable[int]) -> int | None:
     """The first of the journal `positions` that lies in a gap between the files of a journal's folder; None if none
     does."""
     bounds = [0]
-    """Journal positions at which, in turn, a gap (possibly empty) and a file begin; the last is the end of the last
-    file."""
+    """Journal positions at which, alternately, a gap and the file after it begin (a gap may be empty); the last is the
+    end of the last file."""
     for start in file_starts(folder):
         bounds += [start, start + file_path(folder, start).stat().st_size]
     if bounds[::2] == [*bounds[1::2], bounds[-1]]:
@@ -101,7 +102,7 @@ def find_missing(folder: Path, positions: Iterable[int]) -> int | None:
 
 
 class RefusedReads:
-    """Number of calls, since the process started, with which the system refused to read a part of the journal."""
+    """Counts the calls, since the process started, with which the system refused to read a part of the journal."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -116,7 +117,8 @@ refused_reads = RefusedReads()
 
 
 def read_part(path: Path, file: int, size: int, offset: int, pauses_s: Sequence[float] = READ_AGAIN_S) -> bytes:
-    """Up to `size` bytes at `offset` of the journal file at `path`, open as `file`; fewer only at its end.
+    """Up to `size` bytes at `offset` of the journal file at `path`, open as the descriptor `file`; fewer only at its
+    end.
 
     A read that the system refuses is tried again after each of the pauses `pauses_s`, with a new file descriptor, as
     the old one may be stale. Raises Unreadable after the last.
@@ -146,8 +148,8 @@ def read_by_name(path: Path, size: int, offset: int) -> bytes:
 
 
 def read_records(path: Path, file: int, size: int) -> Iterator[tuple[records.Record, int]]:
-    """(record, offset) of each record in the first `size` bytes of the file at `path`, open as `file`, up to the first
-    incomplete one. Raises Unreadable."""
+    """(record, offset) of each record in the first `size` bytes of the file at `path`, open as the descriptor `file`,
+    up to the first incomplete one. Raises Unreadable."""
     window_start = offset = 0
     window = b""
     while offset < size:

@@ -44,8 +44,8 @@ FILE_RECORDS = 500_000
 """Most records in a journal file; a table counts as its number of rows. Like the limit on bytes, it bounds the time of
 a restart."""
 CACHED_BYTES, RELEASE_BYTES = 1 << 30, 1 << 20
-"""Newest bytes of the journal that stay in the page cache, and the granularity of releasing older ones. Reusing
-released pages is cheaper than fresh memory for every record."""
+"""Number of newest bytes of the journal that stay in the page cache, and of bytes by which older ones are released.
+Reusing released pages is cheaper than fresh memory for every record."""
 UNCACHED_FROM_BYTES = 128 << 10
 """A sync bypasses the page cache if its large rows have at least this many bytes and make up half of the sync. Small
 rows are often read back from the page cache when their response is complete."""
@@ -84,7 +84,7 @@ class Journal:
         self._recent = RecentRecords()
         self._records = 0
         self.known_synced = 0
-        """Position up to which everything is known to have been on disk: bad bytes before it are damage."""
+        """Position up to which the journal has once been on disk, as far as known: bad bytes before it are damage."""
         self._failed: JournalError | None = None
         self._syncing: tuple[int, Callable[[], float]] | None = None
         """(position up to which the sync in progress writes, function that waits for its end); None without a sync."""
@@ -187,7 +187,7 @@ class Journal:
         self._recent.end_sync(end)
 
     def _old_pages(self) -> list[tuple[int, int, int]]:
-        """(file, offset, bytes) of each range of old journal data to release from the page cache."""
+        """(file descriptor, offset, bytes) of each range of old journal data to release from the page cache."""
         ranges, until = [], self._synced - CACHED_BYTES
         while until - self._cached_from >= RELEASE_BYTES:
             index = max(0, bisect.bisect_right(self._starts, self._cached_from) - 1)

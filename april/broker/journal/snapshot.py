@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".snapshot"
 FILE_NAME = re.compile(r"\d{20}" + re.escape(SUFFIX))
 TEMPORARY = ".partial"
-"""Suffix of a snapshot file while it is written. The file is named by the writer's process id, so that no process
+"""Suffix of a snapshot file while it is written. The rest of its name is the writer's process id, so that no process
 mistakes the file of a killed process for its own."""
 LENGTH = struct.Struct("<I")
 """Layout of the length prefix of each piece of a frozen ledger, bytes."""
@@ -69,7 +69,8 @@ class Parts(msgspec.Struct, array_like=True):
 
 
 class LeaseImage(msgspec.Struct, array_like=True):
-    """A lease: its fields, and where its sample is."""
+    """A lease as a snapshot stores it: its fields, with its sample given by group id, index in the group and fork
+    number."""
 
     group: int
     index: int
@@ -110,7 +111,7 @@ _of_group, _of_sample, _of_session = (attrgetter(*names) for names in (GROUP_FIE
 
 
 def freeze(ledger: LedgerState, attachment: bytes = b"") -> bytearray:
-    """The ledger's state as bytes, with the state of other components in `attachment`.
+    """The ledger's state as bytes. They include `attachment`, the encoded state of components outside the ledger.
 
     The result is one large buffer, which is returned to the system when freed; many small ones would fragment the heap.
     """
@@ -160,7 +161,8 @@ def _pieces(image: memoryview) -> Iterator[memoryview]:
 
 
 def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
-    """Restore the frozen state into an empty ledger; returns the attachment."""
+    """Restore a state that `freeze` returned (`frozen`) into an empty ledger; returns the attachment given to
+    `freeze`."""
     head, *rest = _pieces(memoryview(frozen))
     image, agents = _decoder.decode(head), ledger.rules.agents
     groups = {group.id: group for group in (_group(piece, agents) for piece in rest)}

@@ -11,23 +11,24 @@ from april.wire.rows import CHUNK, ROW, Buffer, ReportRow
 
 
 class Verdict(StrEnum):
-    """Outcome of a command on the ledger."""
+    """Outcome of a command on the ledger, or of the check of one row of a report."""
 
     OK = "ok"
     DUPLICATE = "duplicate"
     """The ledger already has what the command would add."""
     GAP = "gap"
-    """Something that must come first is missing, such as earlier tokens of the response."""
+    """Something that must come before it is missing, such as earlier tokens of the response: the command changes
+    nothing."""
     FENCED = "fenced"
     """The lease is not current or belongs to another holder, or the policy version is older than that of accepted
     tokens, or not that of the sample's evaluation."""
     INVALID = "invalid"
     DROPPED = "dropped"
-    """An earlier row of the same lease was not accepted."""
+    """An earlier row of the same lease, in the same report, was not accepted."""
 
 
 PendingTail = tuple[int, int, bool, bool]
-"""State of a sample after the accepted rows of the report so far: (length, least policy step of the next tokens,
+"""What the report's accepted rows so far have left of a sample: (response length, least policy step of the next tokens,
 whether an observation may follow, whether a chunk may follow)."""
 AFTER_REJECTED_ROW: PendingTail = (-1, 0, False, False)
 """Marker for a lease of which a row was refused: its later rows in the same report are dropped."""
@@ -85,7 +86,7 @@ def accepted_images(
 
 
 def is_of_another_evaluation(ledger: LedgerState, lease: Lease, row: ReportRow) -> bool:
-    """Whether a row has held-out tokens under another version than their evaluation's."""
+    """Whether a row has tokens of a held-out sample under another version than that of the sample's evaluation."""
     group = lease.sample.group
     version = Version(row.incarnation, row.step)
     return group.evaluation and not (row.step == group.opened_at and ledger.may_evaluate(version))

@@ -20,12 +20,12 @@ class StalenessBound:
 
         for every D >= k - 1:  #{undelivered g : d(g) <= D}  <=  (D - k + 1) * N
 
-    At D = k - 1 it says that no group is overdue. A group is opened only if the invariant survives, and a
-    batch is delivered only if it holds for k + 1 afterwards. No token of g is older than v0(g), so a token
-    trained in batch k has a staleness of at most k - v0(g) <= S: the bound is a theorem, whatever the speeds,
-    lengths and failures. It also keeps work from having to be thrown away: batches k .. D have room for every
-    group that is due by D. And it lets work go on: the N oldest undelivered groups can always be delivered once
-    they are complete, and a worker at step k can always open groups as long as fewer than N are undelivered.
+    At D = k - 1 it says that no group is overdue (d(g) < k). A group is opened only if the invariant survives, and a
+    batch is delivered only if it holds for k + 1 afterwards. No token of g is older than v0(g), so a token trained in
+    batch k has a staleness of at most k - v0(g) <= S: the bound is a theorem, whatever the speeds, lengths and
+    failures. It also keeps work from having to be thrown away: batches k .. D have room for every group that may be
+    trained in batch D at the latest. And it lets work go on: the N oldest undelivered groups can always be delivered
+    once they are complete, and a worker at step k can always open groups as long as fewer than N are undelivered.
 
         bound = StalenessBound(max_staleness=5, batch_groups=32)
         if bound.survives(next_step=k, opened_at=k):
@@ -61,9 +61,9 @@ class StalenessBound:
         return self._holds({**self._due, deadline: self._due[deadline] + 1}, next_step)
 
     def survives_delivery(self, next_step: int, delivered: Mapping[int, int]) -> bool:
-        """Whether the invariant would hold for the batch after `next_step`.
+        """Whether the invariant would still hold once batch `next_step` is delivered, for the batch after it.
 
-        `delivered`: number of groups in batch `next_step` by the step they were opened at.
+        `delivered`: number of groups in batch `next_step` by the policy step at which they were opened.
         """
         due = Counter(self._due)
         due.subtract({self.deadline(opened_at): count for opened_at, count in delivered.items()})
@@ -82,7 +82,8 @@ class StalenessBound:
 
 
 class ReadyGroups:
-    """Complete groups waiting for a batch, in order of completion, with a count per opening step."""
+    """Complete groups waiting for a batch, in order of completion, and their number by the policy step at which they
+    were opened (first leased)."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
@@ -109,8 +110,8 @@ class ReadyGroups:
             del self._by_age[group.opened_at]
 
     def ages_of_oldest(self, count: int) -> Counter[int]:
-        """Number of groups among the `count` oldest ones, by the policy step at which they were opened; takes time in
-        proportion to the steps, not to the groups."""
+        """Policy step -> number of the groups, among the `count` oldest ones, that were opened at that step; takes time
+        in proportion to the steps, not to the groups."""
         ages: Counter[int] = Counter()
         for opened_at in sorted(self._by_age):
             ages[opened_at] = min(self._by_age[opened_at], count)
@@ -148,8 +149,8 @@ class LengthCohorts(msgspec.Struct):
     created: Lengths = msgspec.field(default_factory=Counter)
     trained: Lengths = msgspec.field(default_factory=Counter)
     waiting: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
-    """(created, trained) response lengths of each ended group in an unsettled cohort, by cohort and by the group's
-    ordinal."""
+    """(created, trained): lengths of all responses, and of the trained ones, of each group that has ended and whose
+    cohort is not settled; by cohort, then by the group's ordinal."""
     lately_trained: deque[list[int]] = msgspec.field(default_factory=deque)
     lately_created: deque[list[int]] = msgspec.field(default_factory=deque)
     """Response lengths of the newest trained groups (`lately_trained`), and of the newest groups in settled cohorts

@@ -100,7 +100,8 @@ def segments_in(refs: bytes) -> list[Segment]:
     segments: list[Segment] = []
     units, start, end = UNIT.iter_unpack(memoryview(refs)[HEAD.size :]), 0, 0
     sampled_under: tuple[int, int] | None = None
-    """(incarnation, step) of the tokens before `end`; None if they are an observation."""
+    """(incarnation, step) of the version that sampled the latest tokens, which end at `end`; None if they are an
+    observation."""
     full_step = full_tokens = incarnation = 0
     for _, _, offset_and_step, delta in units:
         if delta < ODD:

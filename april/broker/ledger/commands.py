@@ -23,8 +23,8 @@ def score_tokens(
 
 
 def note_weight_folder(ledger: Ledger, folder: WeightFolder) -> Verdict:
-    """Record that the learner has written a snapshot of weights; a duplicate if this snapshot, or one of a newer
-    version, is known."""
+    """Record that the learner has written a snapshot of weights. The verdict is DUPLICATE if a snapshot of this or a
+    newer version is known, INVALID if the version is not one of the current learner."""
     incarnation, step = folder.version
     if incarnation != ledger.learner.incarnation or not ledger.was_published(step, incarnation):
         return Verdict.INVALID

@@ -7,8 +7,8 @@ from april.broker.ledger.samples import Sample
 MAX_LETTERS = 1000
 """Most dead letters kept, the newest; older ones can no longer be listed or re-queued."""
 DEAD_ROUNDS = 2
-"""Number of groups discarded for a dead sample in a row at which the run fails, as a multiple of the groups that a
-round opens."""
+"""Number of groups discarded in a row, each because a sample failed for good, at which the run fails; given as a
+multiple of the groups that a round opens."""
 ERROR_CHARS = 500
 """Most characters kept of an error text."""
 
@@ -33,7 +33,8 @@ class DeadLetter(msgspec.Struct, frozen=True):
 
 
 class DeadLetterQueue(msgspec.Struct):
-    """One letter for each dead sample; a discarded group can be re-queued once.
+    """The dead letters: one for each dead sample. The prompt of a group discarded for a dead sample can be queued once
+    to be drawn again.
 
     letters.add(sample, at)             # outcome: without_it
     letters.discard(group)              #          discarded
@@ -45,7 +46,7 @@ class DeadLetterQueue(msgspec.Struct):
     total: int = 0
     """Number of dead letters ever written."""
     groups_in_a_row: int = 0
-    """Groups discarded for a dead sample since the last group became ready."""
+    """Number of groups discarded because a sample failed for good, since a group was last complete."""
     last_error: str = ""
     """Error of the last failed attempt of any sample."""
     requeued: dict[int, tuple[int, int]] = {}

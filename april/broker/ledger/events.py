@@ -24,7 +24,8 @@ class Event(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
     @property
     def weight(self) -> int:
-        """Cost of replaying the event at a restart: 1, or for a table its number of rows."""
+        """Cost of replaying the event at a restart, compared with that of other events: 1, or the number of rows of an
+        event with a table."""
         return 1
 
 
@@ -108,7 +109,7 @@ class Leased(Event):
     step: int
     scoring: bool
     fork_number: int = 0
-    """Fork of the sample's session; 0 for the main sample."""
+    """Number of the fork in the sample's session; 0 for the main sample."""
 
 
 class AgentLeased(Event):
@@ -129,7 +130,8 @@ class AgentClosed(Event):
 
     lease_id: int
     superseded: list[tuple[int, int]] = []
-    """(fork number, length): tokens of that fork after `length` are known only to an earlier execution of the agent."""
+    """(fork number, length): tokens of that fork after `length` were received only by an earlier execution of the
+    agent, and are discarded."""
     state: bytes = b""
     """State that the agent leaves for the verifier."""
     said: Said | None = None
@@ -173,7 +175,8 @@ class SampleScored(Event):
     reward: float
     details: dict[str, float] = {}
     superseded: list[tuple[int, int]] = []
-    """(fork number, length): tokens of that fork after `length` are known only to an earlier execution of the agent."""
+    """(fork number, length): tokens of that fork after `length` were received only by an earlier execution of the
+    agent, and are discarded."""
 
 
 class TokensScored(Event):
@@ -182,8 +185,8 @@ class TokensScored(Event):
 
     lease_id: int
     columns: list[dict[str, int]]
-    """Number of values of each token score, by its name and in the order of the values: one mapping for each response
-    of the lease, or for sessions for each fork in which the policy has sampled tokens."""
+    """One mapping for each response of the lease (in a session: for each fork in which the policy has sampled tokens):
+    number of values of each token score, by its name. They are in the order of the values."""
     feedback: list[str] = []
     """For each response, the text that its verifier gave beside the reward, or ""; empty if no response has any."""
 

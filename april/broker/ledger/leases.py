@@ -67,7 +67,8 @@ class LeaseBook(dict[int, Lease]):
                 self.revoked.append((self.release(lease_id).worker, lease_id))
 
     def end_generation(self, lease: Lease) -> None:
-        """Stop counting a lease as generating; call it before the sample's state changes."""
+        """Take a lease out of the counts of generating leases (`load`, `generating`); call it before the sample's state
+        changes."""
         if lease.generating:
             evaluation = lease.sample.group.evaluation
             self.generating -= not evaluation
@@ -77,7 +78,8 @@ class LeaseBook(dict[int, Lease]):
 
 
 class OpenSamples:
-    """Counts of the samples of open groups by state, of training and of evaluation, kept up to date at each change."""
+    """Number of samples of open groups by state, counted apart for training and evaluation, and updated at each
+    change."""
 
     def __init__(self) -> None:
         self._counts: dict[bool, Counter[SampleState]] = {False: Counter(), True: Counter()}

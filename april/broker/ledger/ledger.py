@@ -78,7 +78,7 @@ class Ledger(LedgerState):
         TRANSITIONS[type(event)](self, event, reference)
 
     def commit(self, event: events.Event, arrays: Sequence[EventArray] = ()) -> None:
-        """Write an event ahead to the journal, after a `TimePassed` if `CLOCK_S` have passed, and apply it."""
+        """Write an event to the journal, then apply it; a `TimePassed` goes first if the last is `CLOCK_S` old."""
         if self.clock - self.now >= CLOCK_S and self.header:
             passed = events.TimePassed(self.clock)
             self.apply(passed, self.write(passed, ()))
@@ -87,10 +87,10 @@ class Ledger(LedgerState):
     def open_group(
         self, epoch: int, row: int, floor: int, evaluation: bool = False, size: int | None = None, prompt: bytes = b""
     ) -> Group:
-        """Open a group of `size` samples (None: `Rules.group_size`) for the drawn prompt at (epoch, row), int32 token
-        ids, once `keep_images` has put its images on disk. `floor`: the least policy step of a worker that starts it;
-        for evaluation, the step that is evaluated, without staleness bound and batches. Raises LedgerError if the bound
-        would break."""
+        """Open a group of `size` samples (None: `Rules.group_size`) for the prompt at (epoch, row), of which `prompt`
+        has the int32 token ids; `keep_images` puts its images on disk first. `floor`: least policy step of a worker
+        that starts the group or, for evaluation, the evaluated step. Raises LedgerError if a training group would break
+        the staleness bound."""
         if not evaluation and not self.bound.survives(self.steps.next, floor):
             raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
         group, size = self.serials.next_group, size or self.rules.group_size
@@ -102,7 +102,8 @@ class Ledger(LedgerState):
         return self.groups[group]
 
     def submit(self, prompt: events.PromptSubmitted, tokens: bytes | memoryview) -> Verdict:
-        """Accept the trainer's next prompt, int32 token ids; a repeated one is a duplicate, a later one a gap."""
+        """Accept the trainer's next prompt, int32 token ids. A prompt sent before is a DUPLICATE, one that skips a
+        number a GAP."""
         if prompt.row != self.prompts.submitted_count:
             return Verdict.DUPLICATE if prompt.row < self.prompts.submitted_count else Verdict.GAP
         self.commit(prompt, [(crc32(tokens), tokens)])
@@ -242,8 +243,8 @@ class Ledger(LedgerState):
     def score(
         self, lease_id: int, reward: float, details: dict[str, float] | None = None, superseded: Superseded = ()
     ) -> Verdict:
-        """Score a sample, or a session by its agents process; `superseded`: see `events.AgentClosed`. A reward that
-        the agent has said before stands."""
+        """Score a sample, or a session by its agents process; `superseded`: see `events.AgentClosed`. If the agent has
+        set a reward before, that is kept."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
@@ -275,8 +276,8 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def renew(self, lease_ids: list[int], expires_at: float) -> list[int]:
-        """Extend leases to `expires_at`, each to its latest end at most, aborted leases not at all; returns the ids of
-        those not current."""
+        """Extend leases to `expires_at`, but none beyond its latest end, and none whose sample must be handed back
+        (`is_aborted`); returns the ids that are not of current leases."""
         for lease_id in lease_ids:
             if lease_id in self.leases and not self.is_aborted(lease_id):
                 self.leases[lease_id].expires_at = min(expires_at, self.leases[lease_id].ends_at)
@@ -315,8 +316,7 @@ class Ledger(LedgerState):
             del self.unfiltered[0]
 
     def requeue(self, group: int) -> Verdict:
-        """Queue the prompt of a group discarded for a dead sample to be drawn again before fresh ones; once per
-        group."""
+        """Have the prompt of a group discarded for a dead sample drawn again, before fresh ones; once per group."""
         letter = self.dead_letters.find(group)
         if letter is None or letter.outcome == "without_it":
             return Verdict.INVALID
@@ -359,7 +359,7 @@ class Ledger(LedgerState):
         return sorted(self.ready.oldest(groups), key=lambda group: group.id)
 
     def deliver(self, groups: list[Group]) -> int:
-        """Make groups the next batch, irrevocably; returns its number. Raises LedgerError with `batch_fault`."""
+        """Make groups the next batch, irrevocably; returns its number. Raises LedgerError for a `batch_fault`."""
         if fault := self.batch_fault(groups):
             raise LedgerError(f"batch {self.steps.next} {fault}")
         self.commit(events.BatchDelivered(step := self.steps.next, [group.id for group in groups]))

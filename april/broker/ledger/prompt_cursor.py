@@ -9,13 +9,13 @@ class PromptCursor(msgspec.Struct):
     """Position in the order of prompts, and the prompts that the trainer has submitted."""
 
     next: tuple[int, int] = (0, 0)
-    """(epoch, row position) of the next prompt."""
+    """(epoch, position in the order of that epoch) of the prompt to draw next."""
     submitted_count: int = 0
     """Prompts that the trainer has submitted so far."""
     submitted: dict[int, Any] = {}
-    """Journal references of the submitted prompts that are still needed, by row."""
+    """Journal reference of each submitted prompt that is still needed, by the prompt's number."""
     images: dict[int, list[str]] = {}
-    """Image names of each submitted prompt with images, by row."""
+    """Names of the images of each submitted prompt that has some, by the prompt's number."""
 
     def forget(self, row: int) -> None:
         """Forget submitted prompt number `row`, which will not be needed again; does nothing for a row of the

@@ -42,8 +42,8 @@ class WaitingSamples:
         self._pushes_to_cleaning = max(CLEANING_PUSHES, sum(map(len, self._by_step.values())))
 
     def first(self, step: int) -> list[tuple[Order, int, Sample]] | None:
-        """The heap whose head is the first sample for a worker at policy step `step`; None if no sample waits for such
-        a worker."""
+        """The heap of (order, arrival number, sample) whose head is the first sample for a worker at policy step
+        `step`; None if no sample waits for such a worker."""
         first = None
         for first_step, heap in list(self._by_step.items()):
             if first_step > step:
@@ -73,10 +73,11 @@ class WaitingSamples:
 class HandOutQueue:
     """Samples waiting for a lease, one queue per kind; `choose_sample` defines the order of the kinds.
 
-    Evaluation: samples of lost or failed leases first, then by creation. Fresh groups: by creation. Started groups:
-    samples of lost or failed leases first, then partials and untouched siblings, oldest version first, and of one
-    version those with the largest expected length first. Samples with a deadline are taken from the started groups in
-    that order, lost or not. Agents' samples also wait for an agents process: lost ones first, then by creation.
+    Evaluation: samples of lost or failed leases first, then by creation. Fresh groups, of which no sample has been
+    leased: by creation. Started groups: samples of lost or failed leases first; then by the policy step at which the
+    group was first leased, the earliest first, and at equal steps partial responses before untouched ones, and large
+    expected lengths before small ones. `take_due` takes samples of started groups in the latter order, lost or not.
+    Agents' samples also wait for an agents process: lost ones first, then by creation.
     """
 
     def __init__(self) -> None:
@@ -146,7 +147,8 @@ class HandOutQueue:
 
     def take_fresh(self, step: int) -> Sample | None:
         """Remove and return the first sample, for a worker at policy step `step`, of a group of which no sample has
-        been leased; push its siblings again once it is leased."""
+        been leased; None if there is none. Its siblings must be pushed again once it is leased, since the group is then
+        started."""
         return self._fresh.take(step)
 
 

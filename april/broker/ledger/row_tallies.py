@@ -24,7 +24,8 @@ class RowTallies:
     """
 
     def __init__(self, stored: Iterable[Any] = (0, 0, b"", b"", b"", b"")):
-        """`stored`: the values that iterating over other tallies yields, as a snapshot stores them."""
+        """`stored`: the values that a snapshot has stored, as iterating over a `RowTallies` yields them: draws,
+        results, and the bytes of each column."""
         draws, results, last, known, accuracy, spread = stored
         self.draws: int = draws
         """Number of draws so far."""
@@ -69,8 +70,8 @@ class RowTallies:
             self.complete(group.number, accuracies, rewards)
 
     def first(self, rows: int) -> "RowTallies":
-        """The columns of the first `rows` rows, drawn or not, as read-only views; they follow later draws and results,
-        until a larger row is drawn."""
+        """Tallies of the first `rows` rows, drawn or not: read-only views of these columns. They show later draws and
+        results until a row beyond the end of the columns is drawn, which replaces the columns."""
         self._hold(rows)
         found = RowTallies()
         found.draws, found.results = self.draws, self.results
@@ -95,13 +96,13 @@ class RowTallies:
 
 
 class PromptOrder:
-    """Order in which prompts are drawn. This class keeps the cursor's order; a sampler's subclass overrides it."""
+    """Order in which prompts are drawn. This class draws the prompt at the cursor; a subclass lets a sampler choose."""
 
     def choose(self, tallies: RowTallies, cursor: tuple[int, int]) -> tuple[int, int]:
         """(epoch, row) of the prompt to draw; `cursor` is (epoch, prompts drawn in it)."""
         return cursor
 
     def number_of(self, evaluation: bool, epoch: int, row: int) -> int:
-        """Number of the dataset row at position `row` of an epoch's order, if a sampler needs its tallies; otherwise
-        -1."""
+        """Number, in the dataset, of the row at position `row` of an epoch's order, if results are tallied for a
+        sampler; otherwise -1."""
         return -1

@@ -37,4 +37,5 @@ class Prompts(Protocol):
     """The source of prompts for new groups, in the order in which they are drawn."""
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
-        """(epoch, row position, int32 token ids) of the first usable prompt from the cursor on; None if exhausted."""
+        """(epoch, position in its order, int32 token ids) of the first usable prompt from `cursor`, (epoch, position),
+        on; None if no prompt is left."""

@@ -10,8 +10,8 @@ from typing import Any
 from april.broker.ledger.chunk_refs import ChunkRef, Segment, add_chunk_ref, chunk_refs_in, segments_in
 
 PlacedImage = tuple[str, int]
-"""(name of an image that an agent has sent, offset in the response from which its placeholder tokens are looked
-for)."""
+"""(name, offset) of an image that an agent has sent; its placeholder tokens are the first ones in the response from the
+token offset on."""
 
 
 class SampleState(StrEnum):
@@ -42,7 +42,8 @@ NOT_EVALUATED = "not_evaluated"
 
 
 class NoAgentDefaults:
-    """Defaults of samples without an agent, kept once instead of per sample; `AgentSample` documents the fields."""
+    """Values that the fields of `AgentSample` have in samples without an agent: class attributes, so that they take no
+    memory per sample."""
 
     __slots__ = ()
     agent_lease: int = 0
@@ -90,7 +91,7 @@ class Sample(NoAgentDefaults):
 
     @property
     def with_forks(self) -> "tuple[Sample, ...]":
-        """The main sample and all forks of the session."""
+        """The sample itself and, if it is the main sample of a session, all forks of the session."""
         return (self, *self.forks)
 
     def find_fork(self, number: int) -> "Sample | None":
@@ -101,7 +102,8 @@ class Sample(NoAgentDefaults):
 
     @property
     def session_started(self) -> bool:
-        """Whether any request of the sample's agent is in the journal."""
+        """Whether the journal has any request of the sample's agent, so that running the agent again would repeat
+        it."""
         return bool(self.length or self.forks)
 
     @property
@@ -177,7 +179,7 @@ class Sample(NoAgentDefaults):
 
     @property
     def latest_fork(self) -> "Sample":
-        """The fork with the newest chunk."""
+        """The sample itself or one of its forks: the one that got tokens last."""
         return max(self.with_forks, key=lambda fork: list(fork.chunk_refs)[-1:])
 
     def cut(self, length: int) -> int:
@@ -257,7 +259,7 @@ class AgentSample(Sample):
 
 
 def as_agent_sample(sample: Sample) -> AgentSample:
-    """Narrow the type of a sample in a run with agents."""
+    """The same sample with the type `AgentSample`, which all samples have in a run with agents."""
     assert isinstance(sample, AgentSample)
     return sample
 
@@ -273,9 +275,10 @@ class Group:
     epoch: int
     row: int
     opened_at: int
-    """Policy step (v0) of the worker's weights at the group's first lease; before that lease, a lower bound of it."""
+    """Policy step of the worker's weights at the first lease of the group (v0 in `StalenessBound`); before that lease,
+    a lower bound of it."""
     prompt: Any
-    """Reference to the journal record of its prompt."""
+    """Reference to the journal record of its prompt: (position, length) in bytes."""
     prompt_tokens: int
     samples: list[Sample] = field(default_factory=list)
     state: GroupState = GroupState.OPEN
@@ -287,9 +290,9 @@ class Group:
     group_scored: bool = False
     """Whether one lease scores all samples of the group together."""
     token_scores: dict[int, tuple[int, int, int, list[str]]] | None = None
-    """Where each sample's token scores and feedback are, by index of the sample: (position, length) of the journal
-    record, number of the response in it (of a session's first sampled fork), names of the scores. None if no sample has
-    any."""
+    """Where the token scores and the feedback of each sample are, by index of the sample: (position, length) of the
+    journal record, index of the sample's response in that record (of a session: of its first fork with sampled tokens),
+    and names of the scores. None if no sample has any."""
     images: Sequence[str] = ()
     """Names of the prompt's images, in order."""
     number: int = -1
@@ -306,7 +309,8 @@ class Group:
         self.samples.clear()
 
     def place_token_scores(self, samples: list[Sample], record: tuple[int, int], columns: list[dict[str, int]]) -> None:
-        """Note in which journal record the token scores of samples are; `columns`: see `events.TokensScored`."""
+        """Note that the token scores of `samples` are in the journal record `record`, given by (position, length).
+        `columns`: see `events.TokensScored`."""
         firsts = accumulate((len(sample.sampled_forks) for sample in samples), initial=0)
         placed = zip(samples, firsts, strict=False)
         scored = {sample.index: (*record, first, sorted(columns[first])) for sample, first in placed}
@@ -349,7 +353,7 @@ class Lease:
     ends_at: float = float("inf")
     """Latest time to which renewals can extend the lease, seconds on the same clock."""
     floor: int = 0
-    """Least policy step that may sample the next tokens under this lease."""
+    """Least policy step of the weights that may sample the next tokens under this lease: versions never decrease."""
     agent: bool = False
     """Whether an agents process holds the lease to run the session; workers get a separate lease for each turn."""
     turn_completed: bool = False
@@ -371,7 +375,7 @@ class Lease:
 
 
 def images_before(images: Iterable[PlacedImage], length: int) -> tuple[PlacedImage, ...]:
-    """The images in the first `length` tokens of a response, which end a turn."""
+    """The images of a response whose offsets are before `length`, the end of a turn in tokens."""
     return tuple(image for image in images if image[1] < length)
 
 

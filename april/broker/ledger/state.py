@@ -37,8 +37,8 @@ DEAD_SAMPLE = "dead_sample"
 
 
 class Account(msgspec.Struct):
-    """Token account: each acknowledged token has exactly one state or discard reason. It closes (balances) if none is
-    missing."""
+    """Token account: each acknowledged token is counted under exactly one state or discard reason. The account is
+    closed (balances) if no token is missing."""
 
     tokens: Counter[str] = msgspec.field(default_factory=Counter)
     """Acknowledged tokens by name: generated, evaluation, and the group states other than discarded."""
@@ -93,7 +93,7 @@ class Serials(msgspec.Struct):
     """Largest lease id granted so far."""
     next_group: int = 0
     next_ordinal: int = 0
-    """Number of training groups created so far."""
+    """Number of training groups created so far, which is the `ordinal` of the next one."""
 
 
 class StepProgress(msgspec.Struct):
@@ -124,7 +124,8 @@ class CurrentLearner(msgspec.Struct):
 
 
 class Rounds(msgspec.Struct):
-    """Rounds and drains, and the aborts that both cause."""
+    """State of rounds and drains. The end of a round and the start of a drain abort generation: workers have to hand
+    back the training samples that they generate."""
 
     number: int = -1
     """Number of the current or last round, in which the samples of a batch are generated; -1 before the first."""
@@ -208,13 +209,13 @@ class LedgerState:
 
     @property
     def unrecorded_steps(self) -> list[int]:
-        """Steps of the consumed batches whose line of metrics.jsonl is not in the journal, as the broker died
-        before."""
+        """Steps of consumed batches for which the journal has no line of metrics.jsonl, as a broker died before it
+        wrote one."""
         return [step for step in self.deliveries if step < self.steps.consumed and step not in self.recorded]
 
     def was_published(self, step: int, incarnation: int) -> bool:
-        """Whether a learner can have published this version: neither step nor incarnation is later than the latest of
-        the run. Incarnation 0 counts as published before the learner's start."""
+        """Whether a learner can have published this version: its step is at most the frontier (the newest step that a
+        learner has consumed), its incarnation at most that of the current learner, or 0 before the first learner."""
         return step <= self.steps.frontier and incarnation <= max(0, self.learner.incarnation)
 
     def may_evaluate(self, version: Version) -> bool:
@@ -285,7 +286,8 @@ class LedgerState:
         self.open_samples.set_state(sample, SampleState.DONE)
 
     def requeue_samples(self, group: Group, samples: list[Sample]) -> None:
-        """Queue changed samples for their next lease; a group that is scored as a whole is queued as one sample."""
+        """Queue changed samples for their next lease, except dead ones; if that completes the group, make it ready. A
+        group that is scored as a whole is queued as one sample."""
         self.complete_if_done(group)
         representative = group.live_samples[:1] if group.group_scored and group.awaits_scores else None
         for sample in representative or samples:

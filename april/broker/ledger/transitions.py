@@ -34,7 +34,7 @@ NO_ATTEMPT = ("abort", "leave", "recall")
 OFFERED_FOLDERS = 2
 """Number of snapshots of weights that workers are told of: where the newest is damaged, they use the one before."""
 NONFINITE = "nonfinite"
-"""Discard reason of a batch that the learner skips because its loss or gradient was not finite."""
+"""Discard reason of a batch that the learner has skipped because its loss or gradient was not finite."""
 
 
 # --- run and prompts --------------------------------------------------------------------------------------------------
@@ -158,7 +158,8 @@ def on_rows_accepted(ledger: LedgerState, event: events.RowsAccepted, reference:
 
 
 def end_response(ledger: LedgerState, lease: Lease, row: ReportRow) -> None:
-    """Finish a response or, with agents, a turn. If the row ends its lease, the sample waits for a scoring lease."""
+    """Apply a row with a finish reason: the response is complete or, with agents, the turn. If the row ends its lease,
+    the sample waits for a scoring lease; otherwise the holder scores it under the same lease."""
     sample = lease.sample
     if ledger.rules.agents:
         return end_turn(ledger, lease)
@@ -252,8 +253,8 @@ def fork_of_row(ledger: LedgerState, session: Lease, row: ReportRow) -> Sample:
 
 
 def end_turn(ledger: LedgerState, lease: Lease) -> None:
-    """End the lease of a complete turn: the agent acts next; the worker is recorded as having the prefix in its KV
-    cache."""
+    """End the worker's lease of a complete turn. The agent acts next; the worker is recorded as the one that has the
+    session's tokens in its KV cache."""
     sample = ledger.leases.release(lease.id).sample
     sample.cache_worker = lease.worker
     ledger.open_samples.set_state(sample, SampleState.ACTING)

@@ -42,7 +42,8 @@ class SampledOrder(PromptOrder):
         self._unusable = np.zeros(rows, bool)
         self._positions = lru_cache(maxsize=2)(self._first_positions)
         self._chosen: tuple[Any, Cursor] | None = None
-        """(state, result) of the last call of `choose`; reused while the state is the same."""
+        """(state that determines the choice, result) of the last call of `choose`; the result is reused while the state
+        is the same."""
 
     def choose(self, tallies: RowTallies, cursor: Cursor) -> Cursor:
         """(epoch, position in the epoch's seeded order) of the prompt to draw, where `cursor` is (epoch, prompts drawn
@@ -61,7 +62,8 @@ class SampledOrder(PromptOrder):
         return -1 if evaluation else self._row((epoch, row))
 
     def _position(self, tallies: RowTallies, epoch: int) -> int:
-        """Choose the row to draw; returns its first position in the epoch's order, 0 if no row can be drawn."""
+        """Choose the row to draw; returns the first position of this row in the epoch's order, or 0 if no row can be
+        drawn."""
         positions = self._positions(epoch)
         urgency = self.weights(tallies)
         urgency *= tallies.draws - tallies.last
@@ -83,7 +85,7 @@ class SampledOrder(PromptOrder):
         return positions
 
     def weights(self, tallies: RowTallies) -> np.ndarray:
-        """The weight of each row, float64 [rows], from the floor to 1. Raises SamplerFailed."""
+        """The weight of each row, float64 [rows], from `schedule.sampler_floor` to 1. Raises SamplerFailed."""
         try:
             found = np.asarray(self.sampler(tallies), float)
         except Exception as error:

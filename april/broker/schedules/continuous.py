@@ -12,9 +12,9 @@ from april.config import ScheduleSection
 from april.util.errors import refuse
 
 LEAST_BACKLOG, MOST_BACKLOG = 1.0, 2.0
-"""Limits of `ContinuousSchedule.backlog`, in batches of complete groups."""
+"""Least and largest value of `ContinuousSchedule.backlog`, in batches' worth of complete groups."""
 DECAY = 0.9
-"""Weight of earlier batches' lengths when a batch is added to the moving sums."""
+"""Factor by which the moving sums of response lengths shrink when a batch's lengths are added."""
 
 
 class ContinuousSchedule(Schedule):
@@ -28,8 +28,9 @@ class ContinuousSchedule(Schedule):
     by two tests (`StalenessBound` says why they suffice). Admission: a group is opened when a worker with a free slot
     is to start it, so that v0(g) is that worker's step at once; only if the invariant survives, and only while the
     backlog of complete groups is short (`backlog`). Delivery: the oldest N complete groups make batch k only if the
-    invariant holds for k + 1; otherwise the learner waits for the groups that are due. Batch k is not fixed before the
-    learner has trained all batches before it, so that older groups that complete meanwhile can still go first.
+    invariant holds for k + 1; otherwise the learner waits for the groups that batch k must have. Batch k is not fixed
+    before the learner has trained all batches before it, so that older groups that complete meanwhile can still go
+    first.
 
     One round lasts from the first group to the last batch; then all unfinished work is handed back and waits for the
     run to be resumed with more steps.
@@ -71,9 +72,9 @@ class ContinuousSchedule(Schedule):
 
     @classmethod
     def variants(cls, section: ScheduleSection) -> dict[str, Mapping[str, Any]]:
-        """Settings that `april simulate` compares, with N' the groups that over-sampling opens and n samples a group:
-        N' n / 2 samples in flight, N' n, and the scenario's `in_flight`; also N' n with the KV cache recomputed at each
-        weight update."""
+        """Settings that `april simulate` compares, by label. N' being the groups that over-sampling opens, and n the
+        samples in a group: N' n / 2 samples in flight, N' n, and the scenario's `in_flight`; also N' n with the KV
+        cache recomputed at each weight update."""
         peak = section.over_sampled * section.n_samples_per_prompt
         counts = sorted({peak // 2, peak, section.in_flight or peak})
         return {
@@ -102,8 +103,8 @@ class ContinuousSchedule(Schedule):
         return True
 
     def floor(self, ledger: Ledger) -> int:
-        """Least policy step of a worker that may open a group: the deadline of a group opened at an earlier step (step
-        + largest staleness) is before the next batch."""
+        """Least policy step of the weights of a worker that may open a group. The last permitted batch of a group
+        opened at an earlier step (that step + largest staleness) would be before the next batch."""
         return max(0, ledger.steps.next - ledger.rules.max_staleness)
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
@@ -171,8 +172,9 @@ class ContinuousSchedule(Schedule):
         return ledger.account.counts[GroupState.OPEN] + len(ledger.ready) < groups_in_flight + rules.batch_groups
 
     def _open_group(self, ledger: Ledger, step: int) -> bool:
-        """Open a group for a worker at `step`, if the remaining batches need it, `backlog` or `_flight_lacks_groups`
-        calls for it, and the bound admits it; False otherwise."""
+        """Open a group for a worker at policy step `step`; returns whether it was opened. The remaining batches must
+        need it, `backlog` or `_flight_lacks_groups` must call for it, the staleness bound admit it, and a prompt be
+        left."""
         remaining_batches = self.section.max_steps - ledger.steps.next
         if len(ledger.ready) >= remaining_batches * ledger.rules.batch_groups:
             return False

@@ -13,12 +13,12 @@ from april.util.errors import refuse
 
 
 class RoundSchedule(Schedule):
-    """Drives a ledger round by round. A round needs N complete groups, those of a batch. If it opens N' > N at once, it
-    ends at N, and the next round resumes the unfinished groups first; with N' < N it opens groups in steps of N' until
-    N are complete.
+    """Drives a ledger round by round. A round needs N complete groups, those of a batch. If it opens N' > N groups at
+    once, it ends when N are complete, and the next round resumes the unfinished groups first. With N' < N it opens
+    groups in steps of N' until N are complete.
 
-    A round makes the next batch. It starts when every grant of the round before is back, and ends when N complete
-    groups can be delivered within the staleness bound; then all unfinished work is handed back.
+    A round makes the next batch. It starts when every generation lease of the round before has been handed back, and
+    ends when N complete groups can be delivered within the staleness bound; then all unfinished work is handed back.
     """
 
     reads = ("over_sampling_batch_size", "partial_rollout", "overlap")
@@ -55,15 +55,16 @@ class RoundSchedule(Schedule):
         return self.exhausted and super().all_complete(ledger)
 
     def floor(self, ledger: Ledger) -> int:
-        """Least policy step of a worker that may generate for the batch being made."""
+        """Least policy step of a worker that may generate for the next batch: the batch's own, or with
+        `schedule.overlap` one less."""
         return max(0, ledger.steps.next - 1) if self.section.overlap else ledger.steps.next
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
         return ledger.rounds.open and step >= self.floor(ledger)
 
     def _settle(self, ledger: Ledger) -> bool:
-        """Whether every lease of the last round has been handed back; without partial rollout, discards the round's
-        unfinished groups."""
+        """Whether every generation lease of the last round has been handed back; if so, and without partial rollout,
+        the unfinished groups are discarded."""
         if ledger.leases.generating:
             return False
         if not self.section.partial_rollout:

@@ -26,7 +26,8 @@ LEDGER_ATTRIBUTES = frozenset((
 ))  # fmt: skip
 """Attributes of the ledger that a schedule may use; `docs/extending.md` says what each of them is for."""
 ROUNDS_WITHOUT_BATCH = 50
-"""Most rounds in a row that may end without a batch while no message is handled."""
+"""Number of rounds in a row, ended by a schedule without a batch and with no message handled in between, at which the
+schedule has failed."""
 
 
 class ScheduleFailed(ConfigError):
@@ -97,13 +98,14 @@ class Schedule:
 
     @classmethod
     def groups_outlive_a_round(cls, section: ScheduleSection) -> bool:
-        """Whether a batch is trained while other groups are unfinished."""
+        """Whether groups may still be unfinished when a batch is complete, so that their tokens can be stale once
+        trained."""
         return True
 
     @classmethod
     def in_reach(cls, section: ScheduleSection) -> tuple[int, int]:
-        """(number of batches, groups in each) that can be trained while the longest response is generated; this caps
-        the throughput."""
+        """(number of batches, groups in each batch) that can be trained while the longest response is generated. Their
+        product limits the throughput."""
         if cls.groups_outlive_a_round(section):
             return section.batches_in_reach, section.rollout_batch_size
         return 1, section.groups_per_round
@@ -164,7 +166,7 @@ class Schedule:
         return None
 
     def floor(self, ledger: Ledger) -> int:
-        """Least policy step of a worker that may generate for the batch being made."""
+        """Least policy step of the weights of a worker that may generate for the next batch."""
         raise NotImplementedError
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
@@ -172,8 +174,8 @@ class Schedule:
         raise NotImplementedError
 
     def urgent_sample(self, ledger: Ledger, step: int) -> Sample | None:
-        """A sample for a worker at policy step `step` whose group must be in the batch being made; None if there is
-        none."""
+        """A sample, for a worker at policy step `step`, of a group whose last permitted batch is the next one; None if
+        none waits."""
         if not self.hands_out(ledger, step):
             return None
         return ledger.queue.take_due(step, opened_by=ledger.steps.next - ledger.rules.max_staleness)
@@ -204,11 +206,12 @@ def ended_rounds(schedule: Schedule, ledger: Ledger) -> Iterator[int]:
 def choose_sample(
     schedule: Schedule, ledger: Ledger, version: Version, evaluation_share_left: bool = True
 ) -> Sample | None:
-    """The next sample for a worker with a free slot under `version`, to be leased at once; None if none waits.
+    """The next sample for a worker with a free slot and weights of `version`, to be leased at once; None if none waits.
 
-    The order: samples that only lack a score, as they take no slot, unless scorers score; samples with a deadline,
-    evaluation up to its share of the worker's slots (`evaluation_share_left`), and training. Evaluation beyond its
-    share fills slots that would stay idle. Held-out samples are for the workers with the evaluated version alone.
+    The order: samples that only lack a score, which take no slot, unless scorers score them; samples that the next
+    batch needs (`urgent_sample`); evaluation samples, if they have not taken up their share of the worker's slots
+    (`evaluation_share_left`); training samples; evaluation samples beyond their share, in slots that would stay idle.
+    Evaluation samples are for workers with the evaluated version alone.
     """
     step, evaluates = version.step, ledger.may_evaluate(version)
     return (

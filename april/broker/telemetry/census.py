@@ -35,7 +35,8 @@ class QueueSnapshot:
     """Age in policy steps of the oldest group with a sample that waits for a lease: step of the next batch minus the
     step at which the group was first leased."""
     oldest_ready_steps: int = 0
-    """Age in policy steps of the oldest complete group that waits for a batch."""
+    """Age in policy steps of the oldest complete group that waits for a batch: step of the next batch minus the step at
+    which the group was first leased."""
     longest_lease_s: float = 0.0
     """Age of the oldest lease in seconds, counted from the start of the broker at the earliest."""
 
@@ -126,8 +127,8 @@ class SlotMeans:
         self.waiting += waiting
 
     def means(self) -> dict[str, float]:
-        """Means of the measurements so far. `busy`: share of slots in use; `slots`: their number; `waiting`: samples
-        that waited for one; `looks`: number of measurements in these means."""
+        """Means of the measurements so far: `busy`, share of the slots in use; `slots`, number of slots; `waiting`,
+        number of samples that wait for a slot. `looks`: number of measurements."""
         looks = max(1, self.looks)
         busy = self.busy / self.slots if self.slots else 0.0
         return {

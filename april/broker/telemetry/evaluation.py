@@ -65,8 +65,8 @@ def versions_of(groups: list[Group], version: Version | None) -> set[Version]:
 
 
 def evaluated_samples(group: Group, version: Version | None) -> list[Sample]:
-    """The scored samples of a held-out prompt whose tokens were all sampled under `version`; none of a discarded
-    group, whose other samples are not evaluated."""
+    """The scored samples of a held-out prompt whose tokens were all sampled under `version`. None of a discarded
+    group's: some of its samples were not evaluated."""
     if group.state is GroupState.DISCARDED:
         return []
     return [s for s in group.samples if s.state is SampleState.DONE and versions_in(s) == {version}]
@@ -77,9 +77,8 @@ def versions_in(sample: Sample) -> set[Version]:
 
 
 def score_of(result: dict[str, Any], name: str) -> float | None:
-    """Accuracy on the evaluation set `name`, or the reward if the accuracy is not known; None if the set was not
-    evaluated, or none of its samples could be scored. `result`: that of one evaluation, as `Recorder.record_evaluation`
-    returns it."""
+    """The accuracy of an evaluation on the set `name`, or the reward if the accuracy is not known; None if the set was
+    not evaluated, or none of its samples could be scored. `result`: what `Recorder.record_evaluation` returned."""
     return held_out_score(sets_of(result).get(name, {}))[1]
 
 
@@ -90,7 +89,7 @@ def is_complete(result: dict[str, Any], name: str) -> bool:
 
 
 def sets_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The result of an evaluation (`Recorder.record_evaluation`), split by name of the evaluation set."""
+    """Scores of each evaluation set, by its name, from the `result` that `Recorder.record_evaluation` returned."""
     return result.get("sets") or {HELD_OUT: result}
 
 

@@ -67,11 +67,11 @@ def summarise_cohorts(cohorts: LengthCohorts) -> dict:
 
 
 BAND_LEVEL = 0.99
-"""Quantile of the distances of the permutation test that is the band: random exchanges stay within it with this
-probability."""
+"""Probability with which the distance after a random exchange lies within the band: of all exchanges' distances, the
+band is the quantile at this level."""
 BLOCKS, BLOCK_EXCHANGES = 20, 20
-"""Number of blocks of random exchanges, and exchanges per block; all at once would take tens of MiB with large
-batches."""
+"""Number of blocks in which the random exchanges are computed, and exchanges in a block; all at once would take tens of
+MiB with large batches."""
 COMPARED_QUANTILES = 65
 """Number of quantiles of all lengths at which the two length distributions are compared."""
 
@@ -83,7 +83,8 @@ class LengthDrift:
     distance: float
     """Kolmogorov–Smirnov distance of the two distributions, 0 to 1."""
     band: float
-    """Largest distance that chance explains, at the level `BAND_LEVEL`."""
+    """Largest distance that chance explains: the quantile at `BAND_LEVEL` of the distances after random exchanges of
+    trained and created groups."""
 
     @property
     def alarm(self) -> bool:
@@ -105,10 +106,11 @@ def drift_of(cohorts: LengthCohorts) -> LengthDrift | None:
 
 
 def measure_drift(trained: list[list[int]], created: list[list[int]], seed: int = 0) -> LengthDrift:
-    """Drift between trained and created groups, equally many; each group is a list of its response lengths in tokens.
+    """Drift between trained and created groups, of which there are equally many; each group is a list of its response
+    lengths in tokens.
 
-    Permutation test: in a random exchange, each pair of a trained and a created group swaps sides or not. `seed`: seed
-    of the random exchanges.
+    Permutation test: in a random exchange, each pair of a trained and a created group swaps sides with probability 1/2.
+    `seed`: seed of the random exchanges.
     """
     groups = [*trained, *created]
     sizes = [len(group) for group in groups]
@@ -118,12 +120,13 @@ def measure_drift(trained: list[list[int]], created: list[list[int]], seed: int 
     bins = np.searchsorted(points, lengths)
     counts = np.bincount(owner * len(points) + bins, minlength=len(groups) * len(points))
     up_to = counts.reshape(2, len(trained), len(points)).cumsum(axis=2).astype(float)
-    """[side, group, point]: number of responses in the group that are no longer than the point."""
+    """Array [2 sides (trained, created), groups of a side, points]: number of the group's responses that are at most as
+    long as the point, a length in tokens."""
     first, second = up_to.sum(axis=1)
 
     def distances(moved: np.ndarray) -> np.ndarray:
-        """Kolmogorov–Smirnov distance after each exchange. `moved`: float [exchanges, points], cumulative counts moved
-        from created to trained."""
+        """Kolmogorov–Smirnov distance after each exchange. `moved`: float [exchanges, points], by which the exchange
+        raises the trained side's cumulative counts at each point, and lowers the created side's."""
         left, right = first + moved, second - moved
         return np.abs(left / left[:, -1:] - right / right[:, -1:]).max(axis=1)
 

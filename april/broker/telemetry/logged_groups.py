@@ -20,7 +20,7 @@ MOST_PER_REASON, MOST_PER_STEP = 2, 16
 MOST_HELD_OUT = 8
 """Most held-out prompts of an evaluation set whose samples are kept of each evaluation."""
 MOST_HELD_OUT_TOKENS = 1 << 20
-"""Most response tokens of logged held-out samples, which all come with one batch."""
+"""Most response tokens of the held-out samples of an evaluation set that are kept, all of which come with one batch."""
 MOST_BYTES = 16 << 20
 """Most bytes of the groups of all steps together. A group beyond the limit is not kept, rather than an older one
 dropped, so that a replayed step has the same groups."""
@@ -35,7 +35,8 @@ class LoggedGroup(msgspec.Struct, array_like=True, frozen=True):
     chunks: list[bytes]
     """Packed chunk references of each sample, as in `Sample.chunks`."""
     drawn: tuple[bool, int, int] = (False, 0, -1)
-    """Whether the prompt is held out, the number of its epoch or evaluation set, and its row; row -1 if unknown."""
+    """(whether the prompt is held out, number of its epoch or, if held out, of its evaluation set, row); row -1 if
+    unknown."""
 
     def positions(self) -> Iterator[int]:
         """Positions of the journal records that hold the group's prompt and tokens."""

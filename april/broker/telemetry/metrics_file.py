@@ -27,11 +27,12 @@ log = logging.getLogger(__name__)
 SUMMARY_FILE = "metrics.past"
 """File beside metrics.jsonl with the sums over its first lines: those of steps before which no learner can restart."""
 FIRST_LINES = 10
-"""Number of first step records that alarms see again at a start of the broker, besides the records that are not summed
-yet."""
+"""Most records of the run's first steps that alarms see again when a broker starts. They also see all records that are
+not summed yet."""
 
 SFT_COUNTS = ("rows", "tokens", "too_long", "bad_rows")
-"""Names of the counts of conversations; the learner reports each as sft_NAME."""
+"""Names of the counts of supervised conversations that were trained beside samples; the learner reports count NAME as
+the metric sft_NAME."""
 
 LineCheck = tuple[int, int]
 """(length of a line in bytes, crc32 of the line)."""
@@ -43,9 +44,9 @@ class StepSums(msgspec.Struct):
     generating_s: float = 0.0
     rollout_tokens: int = 0
     first_reward: float | None = None
-    """Mean reward of step 1."""
+    """Mean reward of the run's first step; None before it is recorded."""
     gradient_tokens: int = 0
-    """Trained tokens that had a gradient; like `empty_steps`, only if the learner reports them."""
+    """Trained tokens that had a gradient. This and `empty_steps` stay 0 if the learner does not report such tokens."""
     empty_steps: int = 0
     """Steps in which no token had a gradient."""
     tokens_by_age: dict[int, int] = {}
@@ -77,7 +78,7 @@ class StepSums(msgspec.Struct):
 
     @property
     def conversations(self) -> dict[str, int] | None:
-        """The account of conversations in summary.json; None without any."""
+        """Counts of conversations for summary.json, by name (`SFT_COUNTS`); None if all are 0."""
         counts = {name: getattr(self, f"sft_{name}") for name in SFT_COUNTS}
         return counts if any(counts.values()) else None
 
@@ -185,8 +186,8 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def set_bad_lines_aside(path: Path, offset: int = 0) -> None:
-    """Move the lines of metrics.jsonl from byte `offset` on that are no records to `BAD_LINES_FILE` beside it. A record
-    that follows a torn one in its line gets a line of its own."""
+    """Move lines that are no records, from byte `offset` of metrics.jsonl on, to `BAD_LINES_FILE` beside it. A record
+    that follows a torn one in the same line gets a line of its own."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -204,8 +205,8 @@ def set_bad_lines_aside(path: Path, offset: int = 0) -> None:
 
 
 def record_in(line: bytes) -> int:
-    """Offset in a line at which its record begins; its length if it has none. A line without its end counts as a
-    record: it is torn, or still being written."""
+    """Offset in a line at which its record begins; the line's length if it holds none. A line without a newline at its
+    end counts as a record that begins at 0: it is torn, or still being written."""
     if not line.endswith(b"\n") or parse_line(line):
         return 0
     begin = line.find(RECORD_BEGINS, 1)
@@ -285,9 +286,9 @@ class MetricsFile:
         recorded: Collection[int] = (),
         line_of: Callable[[int], bytes | None] = lambda step: None,
     ):
-        """`frontier`: last step that the journal knows of; lines of later steps are cut off. `last`: last step that the
-        sums may cover. `recorded`: policy steps whose lines the journal has. `line_of(step)`: such a line, None if it
-        is damaged; lines that metrics.jsonl lacks are taken from there."""
+        """`frontier`: last step that the journal has; lines of later steps are cut off. `last`: last step that the
+        stored sums may cover; otherwise they are made anew. `recorded`: policy steps whose lines the journal has.
+        `line_of(step)`: such a line, None if it is damaged; a line that metrics.jsonl lacks is restored from it."""
         self.path = path
         self.summary = read_metrics_summary(path, last)
         """Sums over the steps whose records were dropped by `forget`."""
@@ -308,12 +309,13 @@ class MetricsFile:
         return len(self._waiting)
 
     def first_steps(self) -> Iterator[dict[str, Any]]:
-        """Records of the first steps, at most `FIRST_LINES`, as far as `summary` covers them."""
+        """Records of the run's first steps, read from the file: at most `FIRST_LINES`, and only of steps that `summary`
+        covers."""
         steps = (record for record, _ in read_lines(self.path) if is_step(record))
         return islice(steps, min(FIRST_LINES, self.summary.step))
 
     def later_steps(self) -> Iterator[dict[str, Any]]:
-        """Records of the steps that `summary` does not cover."""
+        """Records of the steps that `summary` does not cover, read from the file; they are also kept in memory."""
         for record, line in read_lines(self.path, self.summary.offset):
             self._lines.append((without_timeline(record), line))
             if is_step(record):
@@ -328,7 +330,7 @@ class MetricsFile:
         self._writable = self.waiting
 
     def append(self, record: dict[str, Any]) -> bytes:
-        """Append a record; returns its line."""
+        """Append a record to the lines that wait to be written; returns its line, JSON with a newline."""
         line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
         self._waiting += line
         self._lines.append((without_timeline(record), line_check(line)))
@@ -338,7 +340,7 @@ class MetricsFile:
         self.append(evaluation_line(result))
 
     def release(self, size: int) -> None:
-        """Permit the first `size` waiting bytes to be written, and write them."""
+        """Permit the first `size` bytes of the waiting lines to be written, and write them."""
         self._writable = size
         self.write()
 

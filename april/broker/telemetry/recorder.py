@@ -45,7 +45,7 @@ BYTES_PER_TOKEN = 8
 PACE_STEPS = 10
 """Number of newest steps whose speed gives the estimated time left."""
 LAST_STEPS = 3
-"""Number of newest steps whose mean reward summary.json shows."""
+"""Number of newest steps over which summary.json gives the mean reward."""
 
 
 class SyncMark(NamedTuple):
@@ -66,14 +66,15 @@ class StepCounts:
     tokens: int = 0
     """Training tokens accepted."""
     aborted: int = 0
-    """Samples handed back at an abort."""
+    """Samples that workers have handed back because a round ended or a drain began."""
     moved: int = 0
     """Stragglers moved to another worker."""
     environment: Counter[str] = field(default_factory=Counter)
-    """Observations, their tokens, and environment answers that failed."""
+    """Number of `observations` of environments, of their `tokens`, and of answers that environments `failed` to
+    give."""
     slots: SlotMeans = field(default_factory=SlotMeans)
     spans: list[dict[str, Any]] = field(default_factory=list)
-    """Timeline spans of workers."""
+    """Spans of the workers' timelines that were reported since the last trained step."""
 
 
 class Recorder:
@@ -92,9 +93,10 @@ class Recorder:
         alarms: Sequence[str] = (),
         line_of: Callable[[Any], bytes | None] = lambda reference: None,
     ):
-        """`pace`: hardware whose speed simulated engines imitate, and the factor of time; empty for real engines.
-        `line_of(reference)`: the line of a step, by its reference in the ledger; None if it is damaged. `run`: name of
-        the run; `started_at`: start of the broker, Unix seconds; `sinks`, `alarms`: their names."""
+        """`pace`: hardware that simulated engines imitate, and the factor by which the run lasts longer than on it;
+        empty for real engines. `line_of(reference)`: line of metrics.jsonl of a step, by its journal reference; None if
+        damaged. `run`: name of the run; `started_at`: start of the broker, Unix seconds; `sinks`, `alarms`: their
+        names."""
         self.run_dir = run_dir
         self.pace = pace
         self.sinks = Sinks(sinks, run_dir)
@@ -133,13 +135,14 @@ class Recorder:
         self.acknowledged: dict[tuple[str, str], int] = {}
         """Value of `accepted` at the last finished sync: the accepted chunks and tokens that are on disk."""
         self.environment: Counter[str] = Counter()
-        """Number of observations, their tokens, and environment answers that failed, since the broker started."""
+        """As `StepCounts.environment`, since the broker started."""
         self.moves: Counter[str] = Counter()
         """Number of stragglers that workers were `asked` to hand back for migration, and of moves that are `done`,
         since the broker started."""
         self._step = StepCounts()
         self._settled = ledger.cohorts.created.copy()
-        """Number of created responses by length in tokens, in the cohorts that were settled at the last step."""
+        """Number of created responses by length in tokens, in the cohorts that were settled when the last step was
+        recorded."""
         self._drift: LengthDrift | None = None
         self._drift_due = 0.0
 
@@ -219,8 +222,8 @@ class Recorder:
         self.metrics_file.release(mark.lines)
 
     def _remember(self, record: dict[str, Any], first_kept: int) -> None:
-        """Keep a step's record without its timeline spans; records of steps that no learner can train again are reduced
-        to sums. `first_kept`: first batch that a learner may train again."""
+        """Keep a step's record without its timeline spans. Older records are reduced to sums: those of steps more than
+        `LAST_STEPS` before `first_kept`, the first batch that a learner may train again."""
         step = record["step"] - 1
         self.sums.add(record)
         self.steps[step] = without_timeline(record)
@@ -312,8 +315,8 @@ class Recorder:
     ) -> dict[str, Any]:
         """Record the evaluation of policy `step` on `version`; returns its result.
 
-        `version`: None if no sample was generated. `evaluated`: each evaluation set with its groups. `held_slot_s`: see
-        `Evaluations`.
+        `version`: None if no sample was generated. `evaluated`: each evaluation set with its groups. `held_slot_s`:
+        slot-seconds that workers idled because they put off a weight update for it.
 
         The result holds the scores of the first set, as `describe_set` returns them. If sets have names of their own,
         `sets` holds those of each set by name.
@@ -397,15 +400,16 @@ def same_loss(logged: float | None, replayed: float) -> bool:
 
 
 GAP_FIGURES = {"tokens", "mean", "largest", "age"}
-"""Figures about each worker's log-probability gap to the learner (number of tokens compared; mean and largest gap; age
-of the weights that sampled them, in policy steps), in learner metrics named ENGINE_GAP_PREFIX + FIGURE + _ + WORKER."""
+"""Figures about the gap between each worker's log-probabilities and the learner's: number of tokens compared, mean and
+largest gap, and age in policy steps of the weights that sampled them. They come as learner metrics named
+ENGINE_GAP_PREFIX + FIGURE + _ + WORKER."""
 
 Figures = dict[str, float]
 
 
 def split_gaps(learner: Figures, step: int) -> tuple[dict[str, Figures], Figures]:
-    """Split the learner's metrics of batch `step` into figures on the log-probability gap of each worker, with the
-    policy step whose tokens they compare, and the other metrics."""
+    """Split the learner's metrics of batch `step`; returns (gaps, other metrics). `gaps` has, by worker, the figures
+    about its log-probability gap, and the policy step that sampled the compared tokens."""
     gaps: dict[str, Figures] = {}
     for name, value in learner.items():
         if name.startswith(ENGINE_GAP_PREFIX):
@@ -421,7 +425,8 @@ def describe_gap(gap: Figures, step: int) -> Figures:
 
 
 def gradient_shares(learner: dict[str, float]) -> dict[str, float]:
-    """Shares of a batch's tokens and groups that had a gradient, if the learner reports them; otherwise empty."""
+    """Shares of a batch's `tokens` and of its `groups` that had a gradient, 0 to 1; empty if the learner does not
+    report them."""
     shares = {}
     for name, metric in (("tokens", "trained_tokens"), ("groups", "gradient_groups")):
         if metric in learner and name in learner:
@@ -430,7 +435,7 @@ def gradient_shares(learner: dict[str, float]) -> dict[str, float]:
 
 
 def discarded_groups(ledger: Ledger) -> dict[str, int]:
-    """Groups discarded since the run began, by reason."""
+    """Number of groups discarded since the run began, by reason."""
     return {reason: ledger.account.counts[reason] for reason in sorted(ledger.account.discarded)}
 
 
@@ -447,7 +452,7 @@ def failed_share(ledger: Ledger) -> dict[str, float]:
 
 
 def mean_details(samples: list[Sample]) -> dict[str, float]:
-    """Mean of each named detail of the rewards, over the samples that have it."""
+    """Mean of each named detail of the samples' rewards, by name, over the samples that have such a detail."""
     by_name: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in (sample.details or {}).items():

@@ -38,7 +38,8 @@ SPAN = struct.Struct("<BBIddII")
 """Layout of a packed span, 30 bytes: index in `KINDS`; index in `ENDS` (0: not ended); index of the holder; begin and
 end, Unix seconds; response length at begin and at end, tokens."""
 MOST_HOLDERS = 1024
-"""Number of holders above which those that no span names any more are forgotten."""
+"""Number of remembered holders (workers, scorers, agents processes) above which those that no span refers to are
+forgotten."""
 UNREADABLE = "unreadable"
 """Discard reason of a group whose journal records cannot be read any more."""
 
@@ -231,7 +232,8 @@ class SampleHistory:
         self._holder_indices = {holder: index for index, holder in enumerate(self._holders) if holder}
 
     def _evaluated(self, event: events.EvaluationRecorded, now: float) -> None:
-        """Keep some held-out groups of each evaluation set for the sample logs, if the run wants them."""
+        """Keep some held-out groups of each evaluation set for the sample logs, if the run writes such logs
+        (`Rules.keeps_discards`)."""
         by_set: dict[int, list[Group]] = {}
         for group in self.ledger.evaluations[event.step] if self.ledger.rules.keeps_discards else ():
             by_set.setdefault(group.epoch, []).append(group)
@@ -258,8 +260,8 @@ class SampleHistory:
         return chain(live_images(self.ledger), self.logged_groups.images())
 
     def record_discard(self, samples: Sequence[Sample], reason: str, kept: int) -> None:
-        """Keep discarded samples, or their tokens from offset `kept` on, for the sample logs if the run wants them;
-        drop the history of a group that has ended."""
+        """Keep discarded samples for the sample logs, if the run writes such logs (`Rules.keeps_discards`): their
+        tokens from offset `kept` on are the discarded ones. Drop the history of a group that has ended."""
         group, now = samples[0].group, self.ledger.now
         logged = [sample for sample in samples if sample.own_sampled_tokens or group.prompt_tokens]
         if self.ledger.rules.keeps_discards and logged and reason != UNREADABLE and self.logged_groups.has_room(reason):
@@ -280,8 +282,8 @@ class SampleHistory:
         )
 
     def _begin(self, sample: Sample, kind: int, holder: str, now: float, length: int) -> None:
-        """Begin a span of a sample, whose response has `length` tokens; a span of the same kind that has not ended ends
-        as void."""
+        """Begin a span of a sample, whose response has `length` tokens now. A span of the same kind (index in `KINDS`)
+        that has not ended is ended as void."""
         if history := self._training_history(sample.group):
             history.end(sample, now, length, "void", [kind])
             span = SPAN.pack(kind, 0, self._holder_index(holder), now, now, length, length)
@@ -298,7 +300,7 @@ def empty_history(group: Group) -> GroupHistory:
 
 
 def kind_of_span(lease: Lease, sample: Sample) -> int:
-    """Kind of span under which the history records a lease on a sample."""
+    """Index in `KINDS` of the kind of span under which the history records a lease on a sample."""
     if lease.agent:
         return ACT
     return SCORE if sample.state is SampleState.SCORING else GENERATE

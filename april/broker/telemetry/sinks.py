@@ -32,7 +32,8 @@ SINKS = Registry(
 
 
 class Sink:
-    """Base class of metrics sinks, created at each start of the broker; no step is passed to a sink again.
+    """Base class of metrics sinks. A sink is created at each start of the broker; a step that an earlier broker has
+    passed to it is not passed again.
 
     Its methods run in the broker's loop and have to be fast; `BackgroundSink` writes in a thread of its own.
     """
@@ -102,8 +103,8 @@ def check_sinks(names: Sequence[str]) -> None:
 NOT_METRICS = ("step", "time", "timeline", "lengths", "alarms")
 """Keys of a step's record that a sink does not get as metrics: its step and time, and values that are not scalars."""
 NAMED_BY_STEP = "version_share_"
-"""Prefix of learner metrics that are left out, since each step would add new names; the staleness metrics show the
-same."""
+"""Prefix of the learner metrics that sinks do not get: their names end in a policy step, so each step would add new
+names. The staleness metrics show the same."""
 
 
 def step_metrics(record: dict[str, Any]) -> dict[str, float]:
@@ -116,8 +117,8 @@ SCORES = ("accuracy", "reward", "mean_at_k", "pass_at_k", "loss")
 
 
 def evaluation_metrics(result: dict[str, Any]) -> dict[str, float]:
-    """Scores of an evaluation as scalar metrics: those of its first set and, with several sets, those of each as
-    sets/NAME."""
+    """Scores of an evaluation as scalar metrics by name: those of its first evaluation set and, if there are several
+    sets, those of each under `evaluation/sets/NAME`."""
     sets = {name: {score: found.get(score) for score in SCORES} for name, found in result.get("sets", {}).items()}
     return scalars({"evaluation": {score: result.get(score) for score in SCORES} | {"sets": sets}})
 

@@ -52,9 +52,10 @@ class MetricsSnapshot(NamedTuple):
 
 
 Series = dict[tuple[str, ...], float]
-"""Values of one metric, by the values of its labels."""
+"""Values of one metric; each key is a tuple with the value of each of its labels, in order."""
 Values = float | Mapping[str, float] | Mapping[tuple[str, str], float] | None
-"""Values of a metric without labels, with one label or with two; None while it has none."""
+"""Values of a metric: a number without labels; with one label or two, a number for each value or pair of values of the
+labels. None while the metric has no value."""
 
 
 @dataclass(frozen=True)
@@ -406,8 +407,8 @@ class Exporter:
         PartThread("http", self._server.serve_forever).start()
 
     def passed(self, now: float, take_snapshot: Callable[[RunStatus | None], MetricsSnapshot]) -> None:
-        """Record the time of a pass of the broker's loop, and take a metrics snapshot every `SNAPSHOT_S`:
-        `take_snapshot` is called with the status in the last one."""
+        """Record the time of a pass of the broker's loop, and take a metrics snapshot every `SNAPSHOT_S`.
+        `take_snapshot`: function that makes one, given the status in the last snapshot (None at first)."""
         self.passed_at = now
         if now >= self._next_snapshot:
             self.snapshot = take_snapshot(self.snapshot and self.snapshot.run)

@@ -85,8 +85,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     length_drift: dict[str, Any] | None
     engine_gaps: dict[str, dict[str, float]]
-    """Gap between a worker's and the learner's log-probabilities of the same tokens (`mean` and `largest`, nats), their
-    number (`tokens`), and their policy step, by worker, in the newest step."""
+    """By worker, for the newest step: mean and largest gap (`mean`, `largest`, nats) between the worker's and the
+    learner's log-probabilities of the same tokens, number of these tokens (`tokens`), policy step that sampled them
+    (`step`) and its age in steps (`age`)."""
     evaluation: list[dict[str, Any]]
 
     round: int
@@ -112,7 +113,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens: dict[str, Any]
     ledger_closed: bool
     accepted: dict[str, dict[str, int]]
-    """Chunks and tokens on disk since the broker started, training and evaluation apart."""
+    """By use (`training` or `evaluation`): number of chunks and of tokens that workers have reported since the broker
+    started, and that are on disk."""
     journal_bytes: int
     failed_snapshots: int
     refused_reads: int
@@ -125,7 +127,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     agents: list[HolderStatus]
     sessions: dict[str, int]
     learner_silent_s: float | None
-    """Seconds since the learner's last message (the learner sends one every second); None without a learner."""
+    """Seconds since the learner's last message (it sends one every second); None if no learner is connected."""
     learner_loop: dict[str, Any] | None
     refusals: dict[str, int]
     failures: dict[str, dict[str, Any]]
@@ -133,9 +135,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     environment_failures: int
 
     alarms: list[dict[str, str]]
-    """Alarms whose condition holds now."""
+    """Alarms whose condition holds now, between steps, and alarms that failed: `name`, `sentence` and `page` of
+    each."""
     step_alarms: list[dict[str, str]]
-    """Alarms that the newest step raised."""
+    """Alarms that the record of the newest step raised: `name`, `sentence` and `page` of each."""
     alarm_names: list[str]
     standing: dict[str, Any] | None
     """What delays the next batch, as `Bottleneck` describes it; None in a status read with `bottleneck=False`."""
@@ -249,12 +252,13 @@ def evaluating(ledger: Ledger) -> int:
 
 
 def silent_s(peer: Peer | None, now: float) -> float | None:
-    """Seconds since a peer's last message; None without the peer."""
+    """Seconds since a peer's last message; None if there is no peer."""
     return round(now - peer.last_seen, 1) if peer else None
 
 
 def loop_state(peer: Peer | None, now: float) -> dict[str, Any] | None:
-    """Position of a peer's main loop and the seconds it has been there; None if the peer does not report it."""
+    """Stage that a peer's main loop is in (`at`), the seconds since it entered the stage (`for_s`), and the median of
+    the seconds that it has stayed there before (`usual_s`); None if the peer does not report it."""
     if peer is None or not peer.loop_position:
         return None
     _, position, for_s, usual_s = peer.loop(now)
@@ -298,7 +302,8 @@ def phase(context: BrokerContext) -> str:
 
 
 def steps_left(context: BrokerContext) -> int:
-    """Most steps that can still be trained: up to `schedule.max_steps`, and with the prompts that there are."""
+    """Upper limit of the number of steps still to be trained: those up to `schedule.max_steps`, and no more than the
+    remaining prompts suffice for."""
     ledger, schedule = context.ledger, context.config.schedule
     wanted, prompts = schedule.max_steps - ledger.steps.consumed, context.prompts.remaining(ledger.prompts.next)
     if prompts is None:
@@ -385,7 +390,8 @@ class Bottleneck:
         }
 
     def _describe(self, sample: Sample) -> dict[str, Any]:
-        """An unfinished sample, the name of its lease holder, and the age of the lease in seconds."""
+        """Describe an unfinished sample as data for JSON, with the name of its lease holder (`with`) and the age of the
+        lease in seconds (`for_s`)."""
         lease = self.ledger.leases.get(sample.lease_id or sample.agent_lease)
         began = lease.ends_at - self.context.config.broker.max_run_s if lease else float("inf")
         return {

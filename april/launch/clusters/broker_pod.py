@@ -35,7 +35,7 @@ from april.wire.security.web_requests import CheckedRequestHandler
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 RUN_OVER = (0, RUN_FAILED)
 RETRY_S, REQUEST_TIMEOUT_S = 10.0, 10.0
-"""Interval between two attempts to scale down, and timeout of one request."""
+"""Interval between two attempts to scale down, and timeout of one request to Kubernetes (seconds)."""
 ASK_S, ASK_INTERVAL_S = 60.0, 1.0
 """Total time and interval of attempts to learn whether this pod is still wanted."""
 POLL_S = 0.1

@@ -146,8 +146,8 @@ class Helm(Kubernetes):
 
 
 class Placeholder(str):
-    """Text that stands for an expression of a Helm template in an object's YAML. As a whole scalar the expression may
-    give any value, inside a text only a word or a number."""
+    """Text that stands for an expression of a Helm template in an object's YAML. If it is a whole YAML scalar, the
+    expression can give any value; inside a longer text it can give a word or a number."""
 
 
 class TemplateValues(manifests.Values):

@@ -66,11 +66,13 @@ class ClusterLayout:
         return shell_command("april", "part", "learner", self.config_file) + f" --connect {broker}{node_options}"
 
     def holder(self, role: str, broker: str, name: str) -> str:
-        """Command of a worker, scorer or agents process. `broker` and `name` are inserted unquoted."""
+        """Command of a worker, scorer or agents process. `broker` (an address or the run folder) and `name` are
+        inserted unquoted, so that a shell may expand them."""
         return shell_command("april", "part", role, self.config_file) + f" --connect {broker} --name {name}"
 
     def own_modules(self) -> list[Path]:
-        """Files of user modules that the configuration names, found in `run.parts` or inherited folders."""
+        """Files of user modules that the configuration names, found in `run.parts` or in the import folders that this
+        process has inherited."""
         names = re.findall(r"([\w.]+):[A-Za-z_]\w*", self.config.to_toml())
         inherited = [Path(folder) for folder in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if folder]
         folders = [*self.config.run.parts, *inherited]
@@ -183,7 +185,7 @@ class Launcher:
         return paths
 
     def remember(self, **facts: object) -> None:
-        """Add facts to the record of what was submitted."""
+        """Add facts, such as job ids, to the record of what was submitted: a JSON file in `folder`."""
         replace_file(self.folder / SUBMITTED, orjson.dumps(self.remembered() | facts))
 
     def remembered(self) -> dict:
@@ -191,7 +193,8 @@ class Launcher:
         return orjson.loads(path.read_bytes()) if path.is_file() else {}
 
     def submitted(self, key: str) -> Any:
-        """The fact `key` in the record of what was submitted (`remember`). Raises ConfigError if nothing was."""
+        """The fact `key` in the record of what was submitted (`remember`). Raises ConfigError if the record has no such
+        fact."""
         if key not in self.remembered():
             raise ConfigError(
                 f"run {self.layout.name} has not been submitted from this folder; `april launch` does that"

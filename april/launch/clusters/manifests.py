@@ -30,14 +30,15 @@ MONITORING, DASHBOARD, RULES = Path(__file__).parents[1] / "monitoring", "april.
 HTTP_PORT = 9500
 """Port of the broker's /health and /metrics."""
 GRACE_S = 120
-"""Grace period of a stopped pod, in which a worker returns its samples and a learner writes its checkpoint."""
+"""Grace period of a stopped pod (seconds), in which a worker returns its samples and a learner writes its
+checkpoint."""
 BROKER_GRACE_S = int(STOP_S) + GRACE_S
-"""Grace period of the broker, which waits for the other parts."""
+"""Grace period of the broker's pod (seconds), since the broker waits for the other parts."""
 RETRIES = 1_000_000
 """Backoff limit of the learner's Job, in effect none: April itself ends with status 0 when the run is over."""
 IN_POD = "april.launch.clusters.broker_pod"
 AS_NOBODY = {"automountServiceAccountToken": False}
-"""Pod setting without a token for the Kubernetes API."""
+"""Fields of the spec of a pod that gets no token for the Kubernetes API."""
 HOLDERS = ("worker", "scorer", "agents")
 Object = dict[str, Any]
 
@@ -59,16 +60,17 @@ class Values:
         return found
 
     def has(self, condition: str) -> bool:
-        """Whether a condition of `all_of` holds."""
+        """Whether `condition` holds: the path of a value that must be set or, after `UNLESS`, must not be set; ""
+        always holds."""
         found = not condition or self(condition.removeprefix(UNLESS))
         return bool(found) != condition.startswith(UNLESS)
 
     def text(self, file: str) -> Any:
-        """Content of a file in `MONITORING`."""
+        """Content of a file in `MONITORING`, the folder of April's files for Prometheus and Grafana."""
         return (MONITORING / file).read_text()
 
     def tree_of(self, file: str) -> Any:
-        """Parsed content of a YAML file in `MONITORING`."""
+        """Parsed content of a YAML file in `MONITORING`, the folder of April's files for Prometheus and Grafana."""
         return yaml.safe_load(self.text(file))
 
     def labels(self, base: dict[str, str]) -> Any:
@@ -109,7 +111,7 @@ def k8s_object(values: Values, api: str, kind: str, name: str, labels: Any = Non
 
 def service(values: Values, role: str, ports: Mapping[str, Any]) -> Object:
     """Headless Service that gives the pods of a `role` DNS names; without a cluster IP, weight channels can use any
-    port. `ports`: number of each named port."""
+    port. `ports`: number of each port, by its name."""
     entries = [{"name": name, "port": port} for name, port in ports.items()]
     pods = selector(values, role)["matchLabels"]
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": pods, "ports": entries}
@@ -232,8 +234,8 @@ def labelled_object(values: Values, api: str, kind: str, part: str, spec: Object
 
 
 def pod_template(values: Values, part: str, command: list[str], probes: Object | None = None) -> Object:
-    """Template of a part's pods. `command`: the container's, without options for restarts and keys; `probes`: its
-    probes."""
+    """Template of a part's pods. `command`: the container's command, without the options for restarts and keys, which
+    are added; `probes`: fields of the container with its health probes."""
     container = {
         "name": part,
         "image": values("image"),

@@ -14,7 +14,7 @@ PLAN, SUBMIT, REPORT = "plan.yaml", "submit.sh", "parts.txt"
 """Files in the launch folder: the job's input, the submit command, and the job's report on each part."""
 PROGRAM = "april.launch.clusters.ray_job"
 NO_RESTARTS = "--restarts=0"
-"""Option without restarts by `april part`: a part that dies ends its actor, which Ray restarts."""
+"""Option by which `april part` restarts nothing itself: a part that dies ends its actor, which Ray restarts."""
 
 
 class Ray(Launcher):

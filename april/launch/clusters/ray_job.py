@@ -94,8 +94,8 @@ class Job:
         return self.statuses[BROKER]
 
     def start_fixed(self) -> None:
-        """Start the broker, the learner and the roles that are not scaled; the broker shares the learner's first
-        node."""
+        """Start the broker, the learner, the scorers and the agents processes; the workers, whose number may change,
+        are started elsewhere. The broker shares the learner's first node."""
         learner = self.plan["learner"]
         first = learner["needs"] | {"CPU": learner["needs"]["CPU"] + BROKER_CORES}
         bundles = [first] + [learner["needs"]] * (learner["nodes"] - 1)
@@ -149,8 +149,8 @@ class Job:
             self.start(f"{WORKER}-{index}", part["script"], part["needs"])
 
     def poll(self, wait_s: float) -> None:
-        """Collect ended parts, for one of which it waits up to `wait_s`, and the locations of the others, and write the
-        report."""
+        """Wait up to `wait_s` seconds for a part to end. Note the exit statuses of ended parts and the locations of the
+        others, and write the report."""
         ended, _ = ray.wait(list(self.running), timeout=wait_s)
         for reference in ended:
             name = self.running.pop(reference)

@@ -42,7 +42,7 @@ class HeldOutLoss:
 
     def loss_of(self, samples: list[TrainSample]) -> dict[str, float]:
         """Figures of held-out samples: `loss`, the mean cross-entropy of their trained tokens (nats), and the numbers
-        of these tokens, `tokens`, and of samples, `prompts`. Collective."""
+        of these tokens, `tokens`, and of samples, `prompts`. All ranks have to call this together."""
         trainer, backend = self.trainer, self.trainer.backend
         section, ranks = trainer.config.learner, trainer.ranks
         budget = section.microbatch_tokens * section.context_parallel

@@ -26,11 +26,13 @@ LAST_STEPS = 3
 
 
 class SftRecord:
-    """Writes the metrics of a run, from the checkpoint that it goes on from: lines of later steps are removed, as these
-    are trained again."""
+    """Writes the metrics of a supervised run. If the run goes on from a checkpoint, lines about later steps are removed
+    first, since these steps are trained again."""
 
     def __init__(self, config: Config, checkpoint_step: int, steps: int, counts: Callable[[], dict[str, int]]):
-        """`steps`: batches in the run; `counts`: how many rows there are and were left out."""
+        """`checkpoint_step`: step of the checkpoint that the run goes on from, 0 at its beginning; `steps`: batches in
+        the run; `counts`: function that returns numbers of rows by name: how many there are, and how many were left
+        out."""
         self.run, self.run_dir, self.steps, self.counts = config.run.name, config.run_dir, steps, counts
         path = self.run_dir / "metrics.jsonl"
         self._file = MetricsFile(path, checkpoint_step, -1)
@@ -52,8 +54,8 @@ class SftRecord:
         self._write_summary("running")
 
     def step(self, step: int, metrics: dict[str, float], discarded: Discard = "") -> None:
-        """Record the batch that has led to weights `step`. The tokens of a batch that was `discarded` do not count as
-        trained, and a batch whose rows were all left out has no loss."""
+        """Record the batch that has led to weights `step`, with the learner's `metrics` of it. The tokens of a batch
+        that was `discarded` do not count as trained, and a batch whose rows were all left out has no loss."""
         learner: dict[str, float | None] = {
             name: value for name, value in metrics.items() if name in LEARNER_METRICS or name.endswith("_s")
         }

@@ -102,7 +102,8 @@ class ConversationBook:
 
 
 class ConversationSource:
-    """`april.learner.prefetch.BatchSource` over the rows of files, for rank 0."""
+    """Batch source of a supervised run (`april.learner.prefetch.BatchSource`) on rank 0: makes batches of the rows of
+    files."""
 
     leftover: list[ReceivedGroup] = []  # noqa: RUF012
 
@@ -111,7 +112,9 @@ class ConversationSource:
         self.record: SftRecord
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
-        """Go on from a checkpoint. Raises ConfigError if the run began with other rows, tokens or another loss."""
+        """Go on from the checkpoint of step `checkpoint_step`, or begin at 0. Returns (incarnation of the learner,
+        newest step that it has consumed), here always (0, `checkpoint_step`). Raises ConfigError if the run began with
+        other rows, tokens or another loss."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         replace_file(self.run_dir / ORDER_FILE, orjson.dumps(checked_order(self.config, self.book, checkpoint_step)))
         self.record = SftRecord(self.config, checkpoint_step, self.book.steps, self.book.counts)

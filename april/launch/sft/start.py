@@ -175,7 +175,7 @@ class SftRun:
         (self.run_dir / STOP_FILE).touch()
 
     def _show(self) -> None:
-        """Show the new lines of metrics.jsonl; it is cut where a learner goes on from a checkpoint."""
+        """Show the new lines of metrics.jsonl. The file becomes shorter when a learner goes on from a checkpoint."""
         if not self.metrics.exists():
             return
         self._shown = min(self._shown, self.metrics.stat().st_size)
@@ -203,7 +203,7 @@ def describe_line(record: dict[str, Any]) -> str:
 
 
 def loss_of(figures: dict[str, Any]) -> str:
-    """The loss in a line of metrics.jsonl, which has null for one that is not finite."""
+    """The loss in a line of metrics.jsonl as text: a number with four decimals, or "not finite" for null."""
     loss = figures["loss"]
     return "not finite" if loss is None else f"{loss:.4f}"
 

@@ -42,7 +42,8 @@ class Backend(ABC):
     policy: nn.Module
     """This rank's part of the model that `backward` trains."""
     lm: nn.Module
-    """A Hugging Face model of the same configuration and parameter names; parameters may be on the meta device."""
+    """A Hugging Face model with the configuration and parameter names of the policy; its parameters may be on the meta
+    device."""
     part: CheckpointPart
     """The policy and its optimizer, as stored in a checkpoint."""
     ranks: Ranks
@@ -56,8 +57,9 @@ class Backend(ABC):
     """Packs the images of samples; None if the policy takes none."""
 
     def divide(self, model: nn.Module) -> nn.Module:
-        """Have a sharded `model` divide the tokens of its micro-batches among the ranks with the same index in `ranks`,
-        if a back end has such ranks (context parallelism). Changes the model in place, and returns it."""
+        """With context parallelism: change a sharded `model`, in place, so that the ranks with the same index in
+        `ranks` divide the tokens of its micro-batches among them. A back end without context parallelism does nothing.
+        Returns the model."""
         return model
 
     @abstractmethod
@@ -123,7 +125,7 @@ class Backend(ABC):
 
     @property
     def adapter_base(self) -> BaseWeights | None:
-        """The base model of the adapter that `weights_to_publish` gives; None if it gives all weights."""
+        """The base model under the adapter that `weights_to_publish` returns; None if that returns all weights."""
         return None
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def check_context(config: Config, divides_rows: bool) -> None:
-    """Raises ConfigError if the back end cannot divide rows over as many ranks as `learner.context_parallel` says."""
+    """Raises ConfigError if `learner.context_parallel` is above 1 and the back end cannot divide packed rows over ranks
+    (`divides_rows`: whether it can), or if it does not divide `learner.ranks`."""
     key, size, section = "learner.context_parallel", config.learner.context_parallel, config.learner
     if size > 1 and not divides_rows:
         why = f"divides the tokens of a row over ranks, which learner.backend = {section.backend!r} does not"
@@ -44,7 +45,8 @@ class BackendEntry:
     """Whether the back end supports `learner.context_parallel`."""
 
     holds_teachers: ClassVar[bool] = False
-    """Whether the back end compares the policy with a teacher, as `algorithm.divergence` does, and holds one."""
+    """Whether the back end can hold a teacher model beside the policy, and compute the policy's divergence from it
+    (`algorithm.divergence`)."""
 
     native_files: ClassVar[Sequence[str]] = ()
     """File names that identify a native checkpoint of the back end (any one suffices); empty: the back end has no
@@ -58,8 +60,8 @@ class BackendEntry:
 
     @classmethod
     def check_model(cls, config: Config) -> None:
-        """Raises ConfigError for a model that the back end cannot train, NotTried where that could not be found out. It
-        may import torch: before a run it is called in a process of its own."""
+        """Raises ConfigError for a model that the back end cannot train, and NotTried if this machine could not find
+        out, for lack of memory for example. It may import torch: before a run it is called in a process of its own."""
 
     @classmethod
     def check_images(cls, config: Config) -> None:

@@ -70,7 +70,7 @@ STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april
 DISTILLATIONS = Registry(
     "algorithm.distillation", "distillation", {"reverse_kl": "april.learner.losses.distillation:reverse_kl"}
 )
-"""Advantages of tokens from a teacher's log-probabilities."""
+"""Functions that give advantages of tokens from a teacher's log-probabilities (`april.learner.losses.distillation`)."""
 DIVERGENCES = Registry(
     "algorithm.divergence",
     "divergence",

@@ -1,10 +1,10 @@
 """Advantages of tokens from a teacher's log-probabilities: on-policy distillation.
 
-A part is a function (teacher_logprobs, old_logprobs, spans, section) -> advantages, all columns [K] without gradients:
-log-probabilities of the sampled tokens under the teacher, and under the policy around which the loss clips
-(`algorithm.proximal`). `section` is the configuration's `[algorithm]`. What it returns, times
-`algorithm.distillation_coef`, is added to the advantage of the reward. This module imports without torch, so that any
-machine can check a configuration.
+The function that `algorithm.distillation` names is called as (teacher_logprobs, old_logprobs, spans, section) and
+returns advantages, all columns [K] without gradients. The first two are log-probabilities of the sampled tokens under
+the teacher, and under the policy around which the loss clips (`algorithm.proximal`); `section` is the configuration's
+`[algorithm]`. The result, times `algorithm.distillation_coef`, is added to the advantage of the reward. This module
+imports without torch, so that any machine can check a configuration.
 """
 
 from __future__ import annotations

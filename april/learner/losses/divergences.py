@@ -1,10 +1,10 @@
 """Divergences of the policy's distribution from a teacher's: distillation as a loss.
 
-A part is a function (teacher_logprobs, logprobs) -> divergence of each row, [n, V], [n, V] -> [n]; the rows are
+A divergence is a function (teacher_logprobs, logprobs) -> divergence of each row, [n, V], [n, V] -> [n]; the rows are
 log-probabilities of all V ids. It is differentiated by `logprobs`, so its gradient is the true one: over all ids, not
-only that of the sampled token. A part with the attribute `over_top_k` may also get the log-probabilities of the k ids
-alone that a teacher finds most likely, [n, k], of both as they are in the whole distribution. This module imports
-without torch, so that any machine can check a configuration.
+only that of the sampled token. One with the attribute `over_top_k` may also be called with [n, k] of teacher and
+policy: the log-probabilities of the k ids that the teacher finds most likely, not normalised over these. This module
+imports without torch, so that any machine can check a configuration.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ OPTIMIZERS = Registry(
     base="april.learner.optimizers.base:PartOptimizer",
 )
 DEFAULT = "adamw"
-"""Optimizer of every run whose checkpoints name none."""
+"""Name of the optimizer whose moments a checkpoint has if it names none."""
 SMALLER = {"adamw": "adamw_8bit"}
 """Variant of an optimizer that keeps its moments in less memory, by the optimizer's name."""
 WHOLE_MATRICES = ("muon",)
@@ -29,11 +29,13 @@ STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}
 """Bytes that an optimizer keeps for each trained parameter; 8 for an optimizer of the user's own. Muon keeps 8 for
 those that are in no matrix of a layer."""
 PACKAGES = {"adamw_8bit": ("bitsandbytes", "8bit"), "nf4": ("bitsandbytes", "8bit")}
-"""Package that an optimizer or a form of frozen weights needs, and the extra of April that installs it."""
+"""By name of an optimizer or of a form of frozen weights (`lora.base`): (package that it needs, extra of April that
+installs the package)."""
 
 
 def check_optimizer(section: LearnerSection) -> None:
-    """Refuse an optimizer that cannot step on the host, or weights in bf16. Raises ConfigError."""
+    """Raises ConfigError for an optimizer that takes whole matrices if the section wants its step on the host or
+    weights in bf16."""
     if section.optimizer_on_host and section.optimizer in WHOLE_MATRICES:
         refuse(
             "learner.optimizer_on_host",

@@ -81,7 +81,8 @@ class AdamW8bit(ShardOptimizer):
         self._release()
 
     def _read(self, state: dict[str, Any], moment: str) -> Tensor:
-        """A moment of a shard, float32 in the shape that bitsandbytes keeps it in."""
+        """The moment named `moment` of this rank's shard of a parameter, from its optimizer `state`; float32, in the
+        shape in which bitsandbytes keeps it."""
         from bitsandbytes.functional import dequantize_blockwise
 
         number = NUMBERS[moment]

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from april.config import LearnerSection
 
 STEP = "step"
-"""Name of the number of steps in an optimizer's state."""
+"""Key of an optimizer's state for the number of steps that it has made."""
 LEAST_SIDE = 16
 """Fewest rows, and fewest columns, of a matrix that an optimizer of whole matrices steps; smaller ones, such as a
 gate's or an adapter's, are stepped element by element."""
 Trained = Sequence[tuple[str, nn.Parameter]]
-"""Names and parameters of a part that is trained."""
+"""Pairs (name, parameter) of the trained parameters of the policy, or of the critic."""
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
@@ -54,11 +54,12 @@ class PartOptimizer(ABC):
 
     @abstractmethod
     def restore(self, steps: int) -> None:
-        """Forget everything, and allocate the moments of an optimizer that has made `steps` steps."""
+        """Drop all state, and allocate the moments of an optimizer that has made `steps` steps; a checkpoint is loaded
+        into them."""
 
     def loaded(self) -> None:  # noqa: B027
-        """Take over the values that were loaded into the moments after `restore`, unless those are the optimizer's
-        own tensors."""
+        """Take over the values that were loaded, after `restore`, into the tensors that `moments` gives. Does nothing
+        if the optimizer computes with these tensors themselves."""
 
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
@@ -149,7 +150,7 @@ class ShardOptimizer(PartOptimizer):
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, with its memory and without its graph."""
+    """This rank's shard of a tensor: it shares the tensor's memory, and is detached from autograd."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -37,7 +37,8 @@ class ShardedMuon(PartOptimizer):
         inner_ids = {id(parameter) for parameter in inner}
         outer = [parameter for parameter in self.parameters if id(parameter) not in inner_ids]
         self.optimizers: list[torch.optim.Optimizer] = []
-        """Torch's optimizers, which have all parameters among them."""
+        """Torch's Muon for the matrices inside the layers and AdamW for all other parameters; one that has no
+        parameters is left out."""
         if inner:
             kind = MuonInFloat32 if inner[0].device.type == "cpu" else torch.optim.Muon
             self.optimizers.append(
@@ -75,8 +76,7 @@ class ShardedMuon(PartOptimizer):
 
 
 class MuonInFloat32(torch.optim.Muon):
-    """Torch's Muon with its matrix products in float32 instead of bfloat16, which takes a processor many times as
-    long."""
+    """Torch's Muon with its matrix products in float32: a CPU takes many times as long for them in bfloat16."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -102,7 +102,8 @@ LR_ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {
 
 
 def orthogonalised_over_ranks(matrix: Tensor, iterations: int) -> Tensor:
-    """`orthogonalised` of a matrix that ranks may have divided: each gathers it, and keeps its part of the result."""
+    """`orthogonalised` of a matrix that may be sharded over ranks: each rank gathers the whole matrix, and keeps its
+    shard of the result. Collective if sharded."""
     if not isinstance(matrix, DTensor):
         return orthogonalised(matrix, iterations)
     whole = orthogonalised(matrix.full_tensor(), iterations)
@@ -110,7 +111,8 @@ def orthogonalised_over_ranks(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def orthogonalised(matrix: Tensor, iterations: int) -> Tensor:
-    """Approximately U V^T of the singular value decomposition U S V^T: all singular values become about 1."""
+    """Approximately U V^T of the singular value decomposition U S V^T: all singular values become about 1.
+    `iterations`: number of Newton-Schulz iterations."""
     a, b, c = NEWTON_SCHULZ
     wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
     wide = wide / wide.norm().clamp(min=1e-7)

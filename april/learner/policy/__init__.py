@@ -34,9 +34,10 @@ LENGTHS = (6, 72, 12)
 """Lengths of the sequences that are packed, in tokens; a model is passed all but the last one of each."""
 PASSED = sum(LENGTHS) - len(LENGTHS)
 TOLERANCE, ROUNDINGS = 1e-4, 4.0
-"""Allowed differences from transformers' pass: of log-probabilities in nats, of gradients relative to the largest of
-their tensor. Up to TOLERANCE a difference counts as rounding, and up to ROUNDINGS times the difference between
-transformers' pass and the same in float64. When the learner repeats a pass, only TOLERANCE is allowed."""
+"""Allowed differences of the learner's pass from transformers': of log-probabilities in nats, of gradients relative to
+the largest value of their tensor. A difference is rounding if it is at most TOLERANCE, or at most ROUNDINGS times the
+difference between transformers' pass and its own pass in float64. If the learner computes the same pass twice, the two
+may differ by TOLERANCE at most."""
 ROUNDED = 0.5
 """Largest mean difference, nats, that rounding to bfloat16 may make of log-probabilities."""
 SMALL = 1e-3
@@ -46,8 +47,8 @@ ALIKE = (1e-3, 1e-5)
 """Relative tolerances, tried in turn: a module whose outputs in two passes differ by less is not named as the cause of
 a difference between the passes."""
 TRIED_PARAMETERS, DEEP_PARAMETERS = 100_000_000, 50_000_000
-"""Parameters up to which a model is tried at its true width, which takes 5 s on a core, and up to which it then has
-at least LAYERS layers."""
+"""Limits of a tried model's number of parameters. A model is tried at its true width if that takes at most
+TRIED_PARAMETERS, 5 s on a core. It then has at least LAYERS layers if that takes at most DEEP_PARAMETERS."""
 NO_MEMORY = re.compile(r"(out of|not enough|(n't|not) allocate) memory", re.IGNORECASE)
 """Regular expression for what torch's allocators say when memory is short."""
 
@@ -230,7 +231,8 @@ class Pass:
         return "a token's log-probability"
 
     def place(self, name: str) -> str:
-        """The class of a module, its name, and the class of the layer that it is in."""
+        """Words for where the module `name` is in the model: its class, its name, and the class of the layer that it is
+        in."""
         layer = re.match(r".*?\.\d+(?=\.)", name)
         inside = f", in a {self.kind_of(layer[0])}" if layer else ""
         return f"{self.kind_of(name)} ({name or 'the model'}{inside})"
@@ -292,17 +294,18 @@ def packed_sequences(lm: nn.Module, sequences: list[Tensor]) -> MicroBatch:
 # --- small models -----------------------------------------------------------------------------------------------------
 
 LAYERS, VOCABULARY, INNER, EXPERTS, CHOSEN, WINDOW = 2, 256, 64, 8, 2, 8
-"""Sizes of a reduced model: least number of layers of a narrow one, vocabulary, inner size of its MLPs, experts of a
-layer, experts that compute a token, sliding window (tokens)."""
+"""Sizes of a reduced model: least number of layers (with the exception in `small_model`), vocabulary, inner size of its
+MLPs, experts of a layer, experts that compute a token, sliding window (tokens)."""
 NARROWER = (2, 4, 8, 16, 32, 64)
-"""Divisors of widths that are tried in turn."""
+"""Divisors by which a model's widths are divided for a reduced model; they are tried in this order."""
 WINDOWS = re.compile(r"window(?!.*layers)|chunk_size|block_size|local_attention|index_topk|floor_scale|^original_max_")
-"""Regular expression for names of keys with a number of tokens up to which a model sees, or from which on it computes
-something else."""
+"""Regular expression for names of configuration keys whose value is a number of tokens: that up to which a model sees,
+or that from which on it computes something else."""
 WIDTHS = re.compile(r"hidden_size$|_n?heads$|^n_head$|^n_embd$|embed_dim$|d_model$|d_ssm$|d_inner$|lru_width$")
-"""Regular expression for names of keys that are divided for a narrower model: fewer heads, of their true size."""
+"""Regular expression for names of configuration keys whose value is divided for a narrower model, which has fewer
+heads, of their true size."""
 ROUTED = re.compile(r"experts_per_tok|top_?k(_experts)?$|moe_topk|num_selected_experts")
-"""Regular expression for names of keys with the number of experts that compute a token."""
+"""Regular expression for names of configuration keys whose value is the number of experts that compute a token."""
 
 
 def small_model(
@@ -433,6 +436,7 @@ def reduced_value(name: str, value: Any, depth: int, divisor: int) -> int | None
 
 
 def window_of(name: Any, value: Any) -> int | None:
-    """At most `WINDOW` for a key whose value is a window's length in tokens; None for another key."""
+    """The window of a reduced model, at most `WINDOW` tokens, for a key of a configuration whose value is a window's
+    length in tokens; None for another key."""
     is_window = isinstance(name, str) and WINDOWS.search(name) and type(value) is int
     return min(value, WINDOW) if is_window else None

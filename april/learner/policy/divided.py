@@ -27,8 +27,9 @@ MEETING_S = 300.0
 
 
 def objection_to_division(folder: Path, size: int) -> str:
-    """Why `size` ranks cannot share the rows of a folder's model, and what to do, with learner.context_parallel as the
-    subject; empty if nothing is found. Raises NotTried where memory or disk do not suffice to find out."""
+    """The reason why `size` ranks cannot share the packed rows of a folder's model (context parallelism), and what to
+    do about it; empty if none is found. It is worded to follow the words "learner.context_parallel = `size`". Raises
+    NotTried if memory or disk do not suffice to find out."""
     try:
         policy = empty_policy(folder, 1.0)
         if said := objection_to_sharing(policy.lm, size):

@@ -48,8 +48,8 @@ SECURITY_HEADERS = {
 
 
 class HttpGuard:
-    """ASGI middleware: asks for the token, which no other site knows. Without one, it checks that no other site has
-    sent the request."""
+    """ASGI middleware that admits only requests with the dashboard's access token, which no other site knows. If the
+    dashboard has no token, it refuses requests that a page of another site has sent."""
 
     def __init__(self, app: ASGIApp, token: str):
         self.app, self.token = app, token
@@ -76,8 +76,8 @@ class HttpGuard:
         await (answer or self.app)(scope, receive, send_with_headers)
 
     def _reject(self, scope: Scope) -> PlainTextResponse | RedirectResponse | None:
-        """Response to a request that is not passed on: an error without access, or a redirect that stores the token in
-        a cookie. None if the request is allowed."""
+        """Response to a request that the middleware answers itself: an error (403 or 401) if the request is not
+        allowed, or a redirect that stores the token of the URL's query in a cookie. None if the request is allowed."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if not self.token:
             hosts, origins = (
@@ -109,7 +109,7 @@ POLL_S = 0.5
 """Interval at which a stream of server-sent events checks for changes, seconds."""
 MAX_EXCERPTS = 200
 WINDOW = ("from", "to", "workers")
-"""Query parameters of a timeline: begin and end in Unix seconds, and the most workers."""
+"""Names of a timeline's query parameters: begin and end in Unix seconds, and the maximum number of workers shown."""
 
 
 def make_app(runs: Runs, token: str = "") -> Starlette:
@@ -162,7 +162,8 @@ def to_json(content: Any, status: int = 200) -> Response:
 
 
 def path_numbers(request: Request, *names: str) -> list[int]:
-    """Parts of the request's path as whole numbers. Raises ConfigError."""
+    """The parts of the request's path with these `names`, as whole numbers. Raises ConfigError if one is not a
+    number."""
     return [query.integer(name, request.path_params[name]) for name in names]
 
 
@@ -210,7 +211,8 @@ class RunApi:
         return run_page.timeline_window(self._steps(request), begin_s, end_s, None if workers is None else int(workers))
 
     def lanes(self, request: Request) -> dict[str, Any]:
-        """Timeline of the whole run; {} if it has more steps than are read for one picture."""
+        """Timeline of the whole run, as `whole_timeline` makes it; {} if the run has more steps than
+        `run_page.MAX_LINES`."""
         _, path = self._folder(request)
         steps = self._steps(request)
         if len(steps) > run_page.MAX_LINES:
@@ -248,7 +250,8 @@ class RunApi:
         }
 
     def excerpts(self, request: Request) -> list[dict[str, str] | None]:
-        """Excerpts of the samples `?of=STEP.POSITION,STEP.POSITION`."""
+        """Short excerpts of the samples' texts; the URL's query names the samples:
+        `?of=STEP.POSITION,STEP.POSITION`."""
         _, path = self._folder(request)
         keys = [key.partition(".") for key in request.query_params.get("of", "").split(",") if key][:MAX_EXCERPTS]
         return sample_reader.excerpts(path, [(query.integer("of", a), query.integer("of", b)) for a, _, b in keys])
@@ -266,7 +269,7 @@ class RunApi:
         return sample_reader.read_sample(path, step, positions[0], run.model, self.token_texts)
 
     async def image(self, request: Request) -> Response:
-        """An image of samples, by its name."""
+        """The file of an image that a sample contains; the URL ends in the image's name."""
         try:
             _, path = await run_in_threadpool(self._folder, request)
         except (LookupError, ConfigError) as error:

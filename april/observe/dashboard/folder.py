@@ -39,8 +39,8 @@ class LiveStatus:
         self._asked_at = float("-inf")
 
     def get(self) -> dict[str, Any]:
-        """{"status": broker status, "sentence": what the run waits for, "at": time}, or {"away": why no broker
-        answers}."""
+        """{"status": the broker's status, "sentence": what the run waits for, "at": time of the status in Unix
+        seconds}; if no broker answers, {"away": the reason}."""
         with self._lock:
             if time.monotonic() - self._asked_at >= MAX_AGE_S:
                 self._answer = self._ask()
@@ -58,9 +58,9 @@ class LiveStatus:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 VIEWS = ["run", "now", "timeline", "samples", "compare", "logs"]
-"""Pages that the dashboard has for a run whose folder it can read."""
+"""Names of the pages that the browser offers for a run whose folder the dashboard can read."""
 LIVE = "live"
-"""Dashboard name of a run that is known only by its broker's address."""
+"""Name under which the dashboard lists a run of which it knows only the broker's address, not the folder."""
 PAUSE_S = 0.5
 """Pause between two scans of the runs' files, seconds."""
 READ_BUDGET_S = 0.2
@@ -70,7 +70,7 @@ POLL_S = 0.02
 IDLE_S = 60.0
 """Time without a request after which a run's files are no longer followed, seconds."""
 MAX_INDEXES = 2
-"""Most runs whose sample index is kept in memory; the least recently requested is evicted first."""
+"""Maximum number of runs whose sample index is kept in memory; the least recently requested is evicted first."""
 
 
 class WatchedRun:
@@ -185,13 +185,14 @@ class Runs:
         return run
 
     def _wait_for_samples(self, run: WatchedRun) -> None:
-        """Wait briefly until the reader thread has read the first samples."""
+        """Wait until the reader thread has read the first samples, for at most two of its pauses (`PAUSE_S`)."""
         deadline = time.monotonic() + 2 * PAUSE_S
         while time.monotonic() < deadline and not (run.all_read or (run.index and run.index.steps_read)):
             time.sleep(POLL_S)
 
     def _evict_indexes(self, kept: WatchedRun) -> None:
-        """Drop the sample indexes of the least recently requested runs."""
+        """Drop the sample indexes of the least recently requested runs, so that at most MAX_INDEXES remain. That of the
+        run `kept` is never dropped."""
         indexed = [run for run in self._watched.values() if run.index is not None and run is not kept]
         for run in sorted(indexed, key=lambda run: run.asked_at)[: len(indexed) + 1 - MAX_INDEXES]:
             run.index = None
@@ -235,7 +236,8 @@ class Runs:
                 return
 
     def _read_followed(self) -> bool:
-        """Read new data of the runs that are followed; returns whether everything was read."""
+        """Read new data of the runs that were requested within the last IDLE_S seconds; returns whether everything was
+        read."""
         with self._lock:
             followed = [run for run in self._watched.values() if time.monotonic() - run.asked_at < IDLE_S]
         complete = [run.read_new(READ_BUDGET_S) for run in followed]
@@ -245,7 +247,8 @@ class Runs:
 
 
 def locate(path: Path) -> tuple[Path | None, Path | None]:
-    """(folder of runs, run folder), one of which is None. Raises ConfigError."""
+    """(`path`, None) if it is a folder of runs, (None, `path`) if it is the folder of one run. Raises ConfigError if it
+    is neither."""
     if not path.is_dir():
         raise ConfigError(f"run folder {path} does not exist; give the folder of a run, of runs, or tcp://HOST:PORT")
     if (path / "config.toml").is_file():

@@ -36,7 +36,7 @@ prompt's text."""
 TEXT_COLUMNS = ("finish_reason", "discarded", "held_out", "worker")
 """Optional text columns with few distinct values, stored as indices into a list of the texts."""
 FLAT_COLUMNS = ("group", "index", "reward", "advantage", "trained", "prompt")
-"""Parquet columns that are read unchanged."""
+"""Columns of a step's Parquet file that the index takes over as they are."""
 NESTED_FIELDS = {"segments": ("start", "end", "step"), "spans": ("what", "where")}
 """Fields that are read from each Parquet column of lists."""
 TIME_COLUMNS = ("opened_at", "delivered_at")
@@ -44,11 +44,11 @@ TIME_COLUMNS = ("opened_at", "delivered_at")
 UNINDEXED_COLUMNS = ("attempts", "discarded_from", "parent", "shared")
 """Parquet columns that the index leaves out."""
 MAX_EXTRA_COLUMNS = 6
-"""Most numeric columns that are indexed besides the fixed ones; more are skipped."""
+"""Maximum number of numeric columns that are indexed besides the fixed ones; more are skipped."""
 MAX_TEXTS = 1000
-"""Most distinct texts of a text column; further texts are stored as ""."""
+"""Maximum number of distinct texts of a text column; further texts are stored as ""."""
 GROWTH = 1.25
-"""Factor by which the capacity of a full column grows."""
+"""Factor by which the capacity (rows) of a column's array is multiplied when it is full."""
 GONE = -1
 """Value in the column `step` of a row whose file no longer exists."""
 
@@ -80,7 +80,8 @@ class SampleIndex:
         """Reason why a step's file cannot be read, by step."""
         self.lock = threading.Lock()
         self._read: dict[int, tuple[FileVersion, int, int]] = {}
-        """Files that were read, by step: version of the file, its first row, and the end of its rows."""
+        """For each step whose file was read: (version of the file, index of its first row, index after its last
+        row)."""
         self._pending_files: list[tuple[int, Path]] = []
         self.steps_kept = 0
 
@@ -186,7 +187,8 @@ class SampleIndex:
         return step, number - self._read[step][1] if step != GONE else 0
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """(step, first row, end of rows) of each file, the newest step first."""
+        """(step, number of the first of its rows in the index, number after the last) of each step's file, the newest
+        step first."""
         with self.lock:
             return sorted(((step, begin, end) for step, (_, begin, end) in self._read.items()), reverse=True)
 
@@ -250,7 +252,8 @@ def nested_paths(file: Any) -> list[str]:
 
 
 def last_workers(column: Any) -> list[str | None]:
-    """The worker that generated the end of each sample; None if unknown."""
+    """For each sample, the name of the worker that generated the end of it; None if unknown. `column`: an Arrow column
+    with a list of spans for each sample, each span with `what` was done and `where`."""
     counts, flat = flatten_lists(column)
     found: list[str | None] = [None] * len(counts)
     owners = np.repeat(np.arange(len(counts)), counts).tolist()
@@ -270,7 +273,8 @@ def flatten_lists(column: Any) -> tuple[np.ndarray, Any]:
 
 
 def is_extra_column(field: Any) -> bool:
-    """Whether a column is numeric, not indexed otherwise, and not a time."""
+    """Whether a column (`field`: its entry in the Arrow schema) holds numbers, is not indexed under another rule, and
+    is not a time."""
     import pyarrow.types as types
 
     of_numbers = types.is_integer(field.type) or types.is_floating(field.type) or types.is_boolean(field.type)
@@ -310,7 +314,7 @@ def segment_columns(column: Any, step: int) -> dict[str, np.ndarray]:
 
 
 def text_digests(column: Any) -> np.ndarray:
-    """A digest of each text of a column, uint64 [rows]."""
+    """A digest, uint64 [rows], of each text in an Arrow column: equal texts have equal digests."""
     import pyarrow as arrow
 
     encoded = column.cast(arrow.binary()).combine_chunks().dictionary_encode()

@@ -23,7 +23,7 @@ SEARCH_S = 20.0
 """Time after which a text search stops and reports the step at which to continue, seconds."""
 RANGES = ("min", "max")
 MAX_INTEGER = 2**53
-"""Largest absolute value of a step, position or offset; a browser's numbers are exact up to it."""
+"""Maximum absolute value of a step, position or offset in a query; a browser's numbers are exact up to it."""
 SHOWN = 40
 """Maximum number of characters of a refused value that an error text repeats."""
 
@@ -94,7 +94,8 @@ def digest(text: str) -> int:
 
 
 def matching_rows(index: SampleIndex, query: Query) -> np.ndarray:
-    """Row numbers, int32, that pass the filters, not counting the text. Raises ConfigError for an unknown column."""
+    """Numbers, int32, of the index's rows that pass the query's filters, except for its text, which `search` looks for.
+    Raises ConfigError for an unknown column."""
     with index.lock:
         mask = index.column("step") != GONE
         for name, (low, high) in query.ranges.items():
@@ -124,7 +125,8 @@ def true_indices(mask: np.ndarray) -> np.ndarray:
 
 
 def page(index: SampleIndex, rows: np.ndarray, query: Query) -> list[dict[str, Any]]:
-    """PAGE rows from the offset on in the requested order; ties by newest step, then group and index."""
+    """One page of results: of the index's `rows` (their numbers), sorted as the query asks, at most PAGE from its
+    offset on, as dictionaries. Equal rows are ordered by newest step, then group and index."""
     with index.lock:
         name = query.sort.removeprefix("-")
         keys = [(column_of(index, name), query.sort.startswith("-")), (index.column("step"), True)]
@@ -134,8 +136,8 @@ def page(index: SampleIndex, rows: np.ndarray, query: Query) -> list[dict[str, A
 
 
 def first_rows(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> np.ndarray:
-    """The first `count` rows in order of the keys, each (column, whether it is descending). Rows are processed in
-    blocks, so that no column is copied as a whole."""
+    """The first `count` of the `rows` (row numbers) in order of the `keys`, each of them (column, whether it is
+    descending). Rows are processed in blocks, so that no column is copied as a whole."""
     front, block = rows[:0], max(BLOCK, count)
     for start in range(0, len(rows), block):
         front = select_front(np.concatenate([front, rows[start : start + block]]), keys, count)

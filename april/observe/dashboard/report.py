@@ -32,7 +32,8 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def page(run: RunFolder) -> str:
-    """The dashboard's page with its style sheets, scripts and pictures inside, and the answers to its requests."""
+    """The dashboard's page as one HTML text, which contains its style sheets, scripts and pictures, and the answers to
+    the requests that the page makes about the run."""
     answers = orjson.dumps(answers_of(run), option=orjson.OPT_SERIALIZE_NUMPY).decode()
     html = (STATIC / "index.html").read_text()
     html = re.sub(r'<link rel="stylesheet" href="(.*?)">', lambda found: f"<style>{static(found[1])}</style>", html)
@@ -89,7 +90,8 @@ def script(name: str, module: str | None) -> str:
 
 
 def bundle(name: str) -> str:
-    """A module and all that it imports as one script, in which each module is a function that returns its exports."""
+    """The JavaScript module `name` and all that it imports as one script. In it each module is a function that returns
+    its exports."""
     modules: dict[str, str] = {}
 
     def add(name: str) -> None:

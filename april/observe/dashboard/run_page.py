@@ -32,8 +32,8 @@ from april.observe.report.timeline import (
 
 
 def describe(run: RunFolder, steps: Steps) -> dict[str, Any]:
-    """The run's facts, configuration, token ledger, evaluations, resumes, alarms, and response lengths. Of each record
-    in `run.records` only the keys in `Steps.records` are needed."""
+    """The run's facts, configuration, token ledger, evaluations, resumes, alarms, and response lengths. The records of
+    `run` may lack all keys but those that `Steps.records` fills in."""
     ledger, changes = token_totals(run), run.resumes
     alarms = dict(steps.alarms)
     return {
@@ -92,9 +92,12 @@ BINS_PER_DOUBLING = 4
 
 
 def lengths(run: RunFolder, steps: Steps, which: str) -> dict[str, Any] | None:
-    """Distribution of the `created` or `trained` responses' lengths over all steps: `edges` [n + 1], the logarithms to
-    base 2 of tokens, and `shares` [n + 1] of samples in a quarter of a doubling; the last is 0; and their `mean`. None
-    without responses. `which`: "created" (all that were generated) or "trained"."""
+    """Distribution of the response lengths over all steps; None without responses. `which`: "created" (all responses
+    that were generated) or "trained".
+
+    `edges` [n + 1]: bin edges, as logarithms to base 2 of tokens; `shares` [n + 1]: of each bin the share of responses
+    per quarter of a doubling, followed by a 0; `mean`: mean length in tokens.
+    """
     found = length_density(steps.histogram(f"lengths.{which}_histogram"))
     if found is None:
         return None
@@ -104,7 +107,8 @@ def lengths(run: RunFolder, steps: Steps, which: str) -> dict[str, Any] | None:
 
 
 def length_density(counts: dict[int, float]) -> tuple[np.ndarray, np.ndarray] | None:
-    """(bin edges in tokens [n + 1], share of samples per doubling of length [n]) of the samples counted by bin.
+    """(bin edges in tokens [n + 1], share of samples per doubling of length [n]); None without samples. `counts`:
+    number of samples by index of the histogram's bins (`first_length`).
 
     A length k covers [k, k + 1), so that bins of few lengths have the right height.
     """
@@ -128,7 +132,8 @@ def first_length(index: int) -> int:
 MAX_ROWS = 1000
 """Maximum number of rows of a report's table; of more steps, each row has means over the same number of steps."""
 NEWEST_OF_PART = ("step", "time")
-"""Columns whose value in a row for several steps is the last step's, instead of the mean."""
+"""Columns that are not averaged where one row stands for several steps: they have the value of the last of these
+steps."""
 
 
 def table(steps: Steps, columns: str | None = None, after: int = 0) -> dict[str, Any]:
@@ -145,8 +150,8 @@ def table(steps: Steps, columns: str | None = None, after: int = 0) -> dict[str,
 
 
 def thinned(columns: dict[str, Any]) -> dict[str, Any]:
-    """The table with at most MAX_ROWS rows, each of the same number of steps (the last of fewer), with the number of
-    steps of a row as `steps_a_row`."""
+    """The table with at most MAX_ROWS rows. Each row stands for the same number of steps, the last one for fewer if
+    they do not divide evenly; `steps_a_row` is that number."""
     count = len(columns["step"])
     steps_a_row = max(1, math.ceil(count / MAX_ROWS))
     starts = np.arange(0, count, steps_a_row)
@@ -165,7 +170,7 @@ def thinned(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def compact(column: np.ndarray | None) -> np.ndarray | None:
-    """The column as float32 where its values are below 1e6, to shorten the JSON."""
+    """The column as float32, to shorten the JSON; unchanged if one of its values is 1e6 or more."""
     if column is None or (np.abs(column) >= 1e6).any():
         return column
     return column.astype(np.float32)
@@ -174,7 +179,8 @@ def compact(column: np.ndarray | None) -> np.ndarray | None:
 # --- timeline of some steps -------------------------------------------------------------------------------------------
 
 MAX_LINES = 200
-"""Most lines of metrics.jsonl that are read for one picture; from more lines an evenly spaced selection is read."""
+"""Maximum number of lines of metrics.jsonl that are read for one picture; from more lines an evenly spaced selection is
+read."""
 STEPS_AT_FIRST = 8
 """Number of steps in the timeline's default window: the last ones of the run."""
 SHORTEST_WINDOW_S = 1e-3
@@ -185,11 +191,13 @@ LEARNER = ""
 def timeline_window(
     steps: Steps, begin_s: float | None = None, end_s: float | None = None, max_workers: int | None = None
 ) -> dict[str, Any]:
-    """Timeline of workers (all of them or the first ones) and learner between two times (Unix seconds), small enough to
-    draw. For up to MAX_LINES steps it has the spans of each worker. For more steps it divides the window into
-    SHARE_INTERVALS intervals, and has the shares of time by activity in one step of each.
+    """Timeline between two times (Unix seconds) of the learner and of the workers (all, or the first `max_workers`),
+    small enough to draw. In a window of up to MAX_LINES steps it has the spans of each worker. A window of more steps
+    is divided into SHARE_INTERVALS intervals; for each of them it has the shares of time by activity in one step of the
+    interval.
 
-    By default it covers the last STEPS_AT_FIRST steps. `origin` and `last` are the beginning and the end of the run.
+    By default it covers the last STEPS_AT_FIRST steps. Its `origin` and `last` are the beginning and the end of the
+    run.
     """
     columns = steps.table(["step", "time", "learner.train_s"])
     zeros = np.zeros_like(columns["step"])
@@ -233,14 +241,15 @@ def worker_events(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 Shares = dict[str, np.ndarray]
-"""Shares of time by kind of span, float64 [SHARE_INTERVALS] each."""
+"""Shares of time, by kind of activity (span): for each kind float64 [SHARE_INTERVALS], the share of each interval."""
 
 
 def sampled_shares(
     steps: Steps, ended: list[tuple[float, int, float]], begin_s: float, end_s: float
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Lanes of the learner and of the workers in a window of many steps, with the shares of time of one step in each of
-    SHARE_INTERVALS intervals. `ended`: (end, step, seconds of training) of each step, in order."""
+    """(lane of the learner, lanes of the workers) for a window of many steps. The window is divided into
+    SHARE_INTERVALS intervals. A lane has, for each interval, the shares of time by activity in the step at the middle
+    of it. `ended`: (end in Unix seconds, number, seconds of training) of each step of the run, in order."""
     middles_s = begin_s + (np.arange(SHARE_INTERVALS) + 0.5) * (end_s - begin_s) / SHARE_INTERVALS
     chosen = np.minimum(np.searchsorted([time_s for time_s, _, _ in ended], middles_s), len(ended) - 1)
     shares: dict[str, Shares] = {}
@@ -267,12 +276,12 @@ def sampled_shares(
 # --- logs -------------------------------------------------------------------------------------------------------------
 
 LOG_BYTES = 128 << 10
-"""Maximum number of bytes shown of a log, counted from its end."""
+"""Maximum number of bytes of a log that are shown: the last ones."""
 
 
 def logs(path: Path, name: str = "") -> dict[str, Any]:
-    """Names of the logs in a run folder, as `files`, and of the one `name` its last lines, as `text`, with the number
-    of bytes before them as `left_out`. Raises LookupError for another name."""
+    """Without a `name`: names of the logs in a run folder, as `files`. With one also the last lines of that log, as
+    `text`, and the number of bytes before them, as `left_out`. Raises LookupError if there is no log of that name."""
     files = {file.name: file for file in sorted((path / "logs").glob("*.log")) if file.is_file()}
     if not name:
         return {"files": list(files)}

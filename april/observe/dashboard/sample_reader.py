@@ -65,13 +65,13 @@ def step_file(run_dir: Path, step: int) -> Path:
 
 
 def image_file(run_dir: Path, name: str) -> Path | None:
-    """The file of an image that a sample names; None if there is none."""
+    """Path of the image file whose `name` a sample of the run contains; None if the run has no such file."""
     file = run_dir / "samples" / "images" / f"{name}.png"
     return file if IMAGE_NAME.fullmatch(name) and file.is_file() else None
 
 
 def open_file(run_dir: Path, step: int):
-    """Open the file of a step; the caller closes it. Raises OSError."""
+    """Open the Parquet file with the samples of a step; the caller closes it. Raises OSError."""
     import pyarrow.parquet as parquet
 
     return parquet.ParquetFile(step_file(run_dir, step))

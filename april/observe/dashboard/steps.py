@@ -27,15 +27,17 @@ log = logging.getLogger(__name__)
 SKIPPED_KEYS = ("timeline", "alarms")
 """Keys of a step's record in metrics.jsonl that have no columns."""
 HISTOGRAMS = ("trained_histogram", "created_histogram")
-"""Keys whose values are counts by bin; their columns are not shown as figures."""
+"""Keys of a step's record whose values are counts by histogram bin. Their columns are not listed as figures."""
 OLDEST_AGE = 6
-"""Age in policy steps that stands for itself and all higher ages: tokens of these are counted in one bin."""
+"""Last age, in policy steps, that is counted separately: tokens of this age and of all higher ages share one bin."""
 MAX_COLUMNS = 256
-"""Most columns of each kind: figures of the run, figures of its sources (data sets), and bins of histograms."""
+"""Maximum number of columns of each kind: figures of the run, figures of its sources (data sets), and bins of
+histograms."""
 OF_SOURCE = "_source_"
-"""Text in the name of each figure that is of one source (data set) only."""
+"""Text that the name of a figure contains if the figure is about one source (data set) only."""
 VERSION_SHARE = "version_share_"
-"""Prefix of keys that name a policy version, skipped because they would add a column per step."""
+"""Prefix of a record's keys that contain the name of a policy version. They get no columns: every step would add
+one."""
 
 
 class Steps:
@@ -90,7 +92,8 @@ class Steps:
         """Byte offset in the file of each row's line."""
         self._offset = self._lines = 0
         self._rooms = {"bins": MAX_COLUMNS, "figures of sources": MAX_COLUMNS, "figures": MAX_COLUMNS}
-        """Number of columns that may still be added, by kind; -1 once a column was left out for lack of room."""
+        """Number of columns that may still be added, by kind of column (see MAX_COLUMNS); -1 once a column was left out
+        because there were too many."""
 
     def _add(self, record: dict[str, Any], line_offset: int) -> None:
         step = record["step"]
@@ -137,7 +140,7 @@ class Steps:
         return counts
 
     def records(self) -> list[dict[str, Any]]:
-        """A record for each step with only those keys that the facts about a run need."""
+        """One record for each step, with only those keys of metrics.jsonl that `describe` of the run page reads."""
         table = self.table(["step", "rollout_s", "gradient.tokens", "learner.train_s"])
         columns = [None if column is None else np.nan_to_num(column, nan=-1.0).tolist() for column in table.values()]
         missing = [-1.0] * len(columns[0] or [])
@@ -229,12 +232,14 @@ MAX_PROMPTS = 50
 
 
 def shared_prompts(index_a: SampleIndex, index_b: SampleIndex, offset: int = 0) -> dict[str, Any]:
-    """Prompts that both runs have samples of, compared at those two steps, one of each run, that are nearest to each
-    other; of several equally near ones at the newest. Largest difference of mean reward first.
+    """Compare two runs on the prompts of which both have samples. For each prompt it compares one step of each run: the
+    two steps that are nearest to each other, or the newest of several equally near pairs. Prompts are ordered by
+    difference of mean reward, the largest first.
 
-    `total`: number of such prompts; `prompts`: one page, each with digest, end of the text, and for each run the step,
-    and the number of samples and mean reward in it; `reading`: whether prompts may be missing because files are still
-    being read."""
+    `total`: number of such prompts; `page`: the maximum number in an answer; `prompts`: those from `offset` on, each
+    with digest, end of the text, and for each run the step, the number of samples in it and their mean reward;
+    `reading`: whether prompts may be missing because files are still being read.
+    """
     reading = any(index.steps_read < index.steps_kept for index in (index_a, index_b))
     of_a, of_b = rewards_by_draw(index_a), rewards_by_draw(index_b)
     at_a, at_b = nearest_steps(of_a, of_b)
@@ -262,7 +267,8 @@ def shared_prompts(index_a: SampleIndex, index_b: SampleIndex, offset: int = 0) 
 
 @dataclass(frozen=True)
 class Draws:
-    """Samples with a reward by prompt and step: one entry for each prompt in each step, in order of these two."""
+    """Samples with a reward, grouped by prompt and step: one entry for each prompt in each step, sorted by prompt, then
+    step."""
 
     prompts: np.ndarray
     """Digests of the prompts, uint64."""
@@ -288,8 +294,8 @@ def rewards_by_draw(index: SampleIndex) -> Draws:
 
 
 def nearest_steps(of_a: Draws, of_b: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """Entries of each prompt that is in both: the pair whose steps are nearest to each other, and the newest of equally
-    near ones."""
+    """(indices into `of_a`, indices into `of_b`): for each prompt that both have, the pair of entries whose steps are
+    nearest to each other; of equally near pairs the newest."""
     shared = np.intersect1d(of_a.prompts, of_b.prompts)
     rows_a, rows_b = np.flatnonzero(np.isin(of_a.prompts, shared)), np.flatnonzero(np.isin(of_b.prompts, shared))
     numbers_a, numbers_b = (np.searchsorted(shared, d.prompts[r]) for d, r in ((of_a, rows_a), (of_b, rows_b)))

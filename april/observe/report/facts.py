@@ -8,10 +8,12 @@ from april.observe.report.run_folder import RunFolder, dig
 from april.util.text import counted
 
 SOURCE_REWARD = "reward_source_"
-"""Prefix of the learner's figures that are the mean reward of a source, whose number follows."""
+"""Prefix of the names of the learner's figures that are the mean reward of one source (data set). The rest of such a
+name is the source's number."""
 
 WORST_ENGINES = 3
-"""Maximum number of workers named in `engine_gaps`: those with the largest difference of log-probabilities (nats)."""
+"""Maximum number of workers that `engine_gaps` names: those whose engine's log-probabilities differ most from the
+learner's."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class TokenTotals:
 
     @property
     def by_state(self) -> list[tuple[str, int]]:
-        """(state, tokens): the terms on the right side of the ledger's equation."""
+        """(state, number of tokens) for each state that a generated token can be in. In a closed ledger they add up to
+        `generated`."""
         held = [
             ("trained", self.trained),
             ("delivered", self.delivered),
@@ -44,7 +47,8 @@ class TokenTotals:
 
     @property
     def outside_ledger(self) -> list[tuple[str, int]]:
-        """(name, tokens) of the tokens that are not part of the ledger's equation."""
+        """(name, number of tokens) of the kinds of tokens that the ledger's equation does not contain: never
+        acknowledged by the broker, refused by it, or of evaluations."""
         return [
             ("emitted, never acknowledged", self.emitted_unacked),
             ("refused as fenced", self.refused),
@@ -82,7 +86,8 @@ def token_totals(run: RunFolder) -> TokenTotals | None:
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
-    """(name, value) of the run's main facts and figures as texts, except the token ledger, in reading order."""
+    """(name, value) of the run's main facts and figures as texts, in the order in which they are shown; without the
+    token ledger."""
     rows = [
         ("failed because", run.summary.get("failure") or ""),
         ("steps", steps(run)),
@@ -129,7 +134,8 @@ def max_steps(run: RunFolder) -> int | None:
 
 
 def first_to_last_3(run: RunFolder, figure: str) -> str:
-    """Text: a figure in the first step and its mean over the last three steps. `figure`: its key in summary.json."""
+    """Text: the value of a figure in the run's first step, and its mean over the last three steps. `figure`: its key in
+    summary.json."""
     return first_to_last(dig(run.summary, figure, "first"), dig(run.summary, figure, "last3"))
 
 
@@ -175,8 +181,9 @@ def first_to_last_of(points: list[dict]) -> str:
 
 
 def evaluation_cost(run: RunFolder) -> str:
-    """Text: cost of evaluations that are bound to one version. It has the slot-seconds that workers left free while
-    they put newer weights off, and the number of prompts left out because no worker had the version any more."""
+    """Text: what the evaluations cost that only weights of one version may generate. It has the slot-seconds that
+    workers kept free while they put off loading newer weights for it, and the number of prompts left out because no
+    worker had the version any more."""
     results = run.summary.get("evaluation") or []
     slot_s = sum(result.get("held_slot_s") or 0 for result in results)
     scored = [each for result in results for each in (result.get("sets") or {"": result}).values()]
@@ -187,8 +194,8 @@ def evaluation_cost(run: RunFolder) -> str:
 
 
 def paced(run: RunFolder) -> str:
-    """Text about paced engines (`engine.pace`): the hardware whose speed they imitate, and the share of engine steps
-    that were slower than on that hardware."""
+    """Text about paced engines (`engine.pace`), which are slowed down to imitate a given hardware: the name of that
+    hardware, and the share of engine steps that took longer than they would on it."""
     hardware, reports = run.summary.get("pace"), run.pace
     if not hardware:
         return ""
@@ -245,15 +252,16 @@ def engine_gaps(run: RunFolder) -> str:
 
 
 def failed(run: RunFolder) -> str:
-    """Text: shares of the prompts that could not be generated or scored."""
+    """Text: shares of the training prompts and of the evaluation prompts that could not be generated or scored; "" if
+    none failed."""
     shares = run.summary.get("failed_share") or {}
     parts = [f"{share:.1%} of {name}" for name, share in shares.items() if share]
     return f"{' and '.join(parts)} prompts; see `april dead-letters {run.path}`" if parts else ""
 
 
 def alarms(run: RunFolder) -> str:
-    """Text: for each alarm that was raised the number of steps with this alarm, its latest sentence, and the
-    documentation page."""
+    """Text: for each alarm that was raised the number of steps in which it was, the last of these, the alarm's sentence
+    in that step, and the documentation page about it."""
     raised: dict[str, list[tuple[int, str]]] = {}
     for step in run.steps:
         for alarm in step.get("alarms") or []:

@@ -26,10 +26,12 @@ def plain_console(width: int | None = None) -> Console:
 
 
 class LiveView:
-    """A context manager; `update` shows a broker status, `step` a trained step, `note` one line of text.
+    """A context manager; `update` shows a broker's status, `step` a trained step, `note` one line of text.
 
     On a terminal `update` redraws the panel, and notes scroll above it. Elsewhere steps, notes and new alarms are
-    printed as lines, and `update` only stores the partials and the ETA for the next step's line."""
+    printed as lines; `update` prints new alarms and stores the status. The next step's line takes from it the number
+    of unfinished samples that wait to be resumed, and the time left.
+    """
 
     def __init__(self, console: Console | None = None):
         self.console = console or plain_console()
@@ -87,8 +89,8 @@ class LiveView:
 
 
 def step_line(metrics: dict, status: dict) -> str:
-    """One line: `step 3/24  reward 0.612  16.8k tok/s  staleness 0.4/1  partials 90  ETA 41s`; unknown parts are left
-    out."""
+    """One line about a trained step: `step 3/24 reward 0.612 16.8k tok/s staleness 0.4/1 partials 90 ETA 41s`; values
+    that are unknown are left out. `metrics`: the step's record; `status`: the broker's."""
     age = metrics.get("staleness") or {}
     partials = dig(metrics, "round", "partials_waiting")
     if partials is None:
@@ -134,7 +136,8 @@ def gradient(metrics: dict) -> str:
 
 
 def effective(metrics: dict) -> str:
-    """Text: effective sample size of the responses as a share of their number; "" where all are on-policy."""
+    """Text: effective sample size of the batch's responses under their importance ratios, as a share of their number;
+    "" if all of them are on-policy."""
     share = dig(metrics, "learner", "sequence_ess")
     return f"effective {share:.0%}" if share is not None and share < 1 else ""
 
@@ -202,8 +205,8 @@ def holders_table(status: dict) -> Table:
 
 
 def gap_text(gap: dict | None) -> str:
-    """Text: mean absolute difference between the learner's and the worker's log-probabilities of the worker's tokens,
-    nats. `gap`: the worker's entry in the status; "" without one."""
+    """Text: mean absolute difference, in nats, between the log-probabilities that the learner and a worker's engine
+    compute for the same tokens. `gap`: the worker's entry in the broker's status; "" without one."""
     if not gap or gap.get("mean") is None:
         return ""
     return f"gap {gap['mean']:.1e}" + (f" at age {gap['age']:.0f}" if gap["age"] else "")

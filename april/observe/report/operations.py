@@ -105,7 +105,7 @@ def render_status(run: RunFolder) -> RenderableType:
 
 
 def print_status(run_dir: Path) -> None:
-    """Print what the files of a run folder say. Raises ConfigError."""
+    """Print the status of a run as the files of its folder show it, without a broker. Raises ConfigError."""
     plain_console().print(render_status(read_run(run_dir)))
 
 

@@ -24,7 +24,8 @@ class RunFolder:
     """The configuration to be shown, as TOML without its secrets."""
     config: dict
     records: list[dict]
-    """Lines of metrics.jsonl of trained steps, in file order; a replayed step appears again."""
+    """Records of trained steps: lines of metrics.jsonl, in file order. A step that was trained again after a restart
+    has several."""
     summary: dict
 
     @property
@@ -37,7 +38,7 @@ class RunFolder:
 
     @property
     def steps(self) -> list[dict]:
-        """One record per step, in order; for a replayed step its last record."""
+        """One record per step, in order; of a step that was trained again after a restart the last record."""
         by_step = {record["step"]: record for record in self.records}
         return [by_step[step] for step in sorted(by_step)]
 
@@ -55,8 +56,8 @@ class RunFolder:
 
     @property
     def evaluation_sets(self) -> list[list[dict]]:
-        """Evaluations in order, split wherever their prompts changed, because accuracies across a change are not
-        comparable."""
+        """Evaluations in order, divided into lists within which accuracies are comparable: a new list begins wherever
+        the evaluation's prompts or configuration changed."""
         sets: list[list[dict]] = []
         for point in self.evaluation:
             before = sets[-1][-1] if sets else None
@@ -91,7 +92,8 @@ class RunFolder:
 
     @property
     def evaluation(self) -> list[dict]:
-        """Held-out evaluations with an accuracy or a reward, oldest first; of several sets the first."""
+        """Held-out evaluations with an accuracy or a reward, oldest first. If a run has several evaluation sets, the
+        figures are those of the first one."""
         points = [point for point in self.summary.get("evaluation") or [] if held_out_score(point)[1] is not None]
         return sorted(points, key=lambda point: point.get("step") or 0)
 
@@ -185,7 +187,7 @@ def read_summary(path: Path) -> dict:
 
 
 def parse_json(text: bytes) -> Any:
-    """The value, or None if the text is not JSON."""
+    """The value that the JSON text stands for; None if it is not valid JSON."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -193,7 +195,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def dig(tree: Any, *keys: str) -> Any:
-    """`tree[key][key]…`, or None where a key is missing."""
+    """The value `tree[key][key]…` of nested dictionaries; None if one of them lacks its key."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree

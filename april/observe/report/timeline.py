@@ -23,7 +23,8 @@ Span = tuple[float, float]
 
 @dataclass
 class WorkerTrack:
-    """Activities of one worker over time, in seconds on the clock of its events."""
+    """Activities of one worker over time; times are in seconds on the same clock as the worker events they were made
+    from."""
 
     worker: str
     spans: dict[str, list[Span]] = field(default_factory=dict)
@@ -72,7 +73,7 @@ def merge_spans(spans: list[Span], gap_s: float) -> list[Span]:
 
 
 def intersect(spans: list[Span], others: list[Span]) -> list[Span]:
-    """The time that lies in both lists of spans (each disjoint and in order)."""
+    """Spans of the time that is covered by both lists of spans (each disjoint and in order)."""
     shared, index = [], 0
     for start, end in spans:
         while index < len(others) and others[index][1] <= start:
@@ -85,7 +86,7 @@ def intersect(spans: list[Span], others: list[Span]) -> list[Span]:
 
 
 def subtract(spans: list[Span], others: list[Span]) -> list[Span]:
-    """The time of `spans` that is not in `others` (each disjoint and in order)."""
+    """Spans of the time that `spans` covers and `others` does not (each list disjoint and in order)."""
     edges = [-math.inf, *(at_s for span in others for at_s in span), math.inf]
     gaps = list(zip(edges[::2], edges[1::2], strict=True))
     return [(start, end) for start, end in intersect(spans, gaps) if start < end]
@@ -110,15 +111,16 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 RESOLUTION = 1500
 """Timeline resolution: spans and marks closer together than the window's length divided by this number are merged."""
 MARK_WIDTH = 40
-"""Smallest distance between two steps' labels, in units of the window's length divided by RESOLUTION."""
+"""Smallest distance at which the labels of two steps are both shown, in units of the window's length divided by
+RESOLUTION."""
 MAX_DRAWN_WORKERS = 24
-"""Most workers of the timeline of a whole run; the first ones are kept."""
+"""Maximum number of workers in the timeline of a whole run; of more workers the first ones are drawn."""
 MANY_STEPS = 60
 """Number of steps above which the timeline of a whole run has shares of time instead of spans."""
 SHARE_INTERVALS = 120
 """Number of intervals into which a long run's timeline is divided; each has shares of time by activity."""
 PAUSE_S = 1.0
-"""Seconds to which a pause between two starts of the run is shortened."""
+"""Length, in seconds, to which a pause between two starts of the run is shortened in the timeline."""
 SHORTEST_WAIT_S = 1e-3
 ACTIVITIES = {
     "generate": "generating",
@@ -128,7 +130,7 @@ ACTIVITIES = {
     "wait-weights": "waits: weights are sent",
     "wait-else": "waits: broker, scores",
 }
-"""Text about a worker's activity, by kind of span."""
+"""How each kind of span is described in the text about what the workers did."""
 WAITS = [kind for kind in ACTIVITIES if kind.startswith("wait")]
 
 
@@ -141,7 +143,7 @@ class Timeline:
     steps: list[tuple[int, float]]
     """(step, time at which the step was recorded, in seconds on this clock) of each step."""
     learner: list[Span]
-    """Spans in which the learner trained."""
+    """Spans in which the learner trained, on this clock."""
     pauses: list[tuple[float, float]] = field(default_factory=list)
     """(time on this clock, original length) of each pause between resumes that was shortened, in seconds."""
 
@@ -187,9 +189,9 @@ def on_clock(time: float, cuts: list[Span], origin: float) -> float:
 
 
 def add_idle_spans(tracks: list[WorkerTrack], learner: list[Span], begin_s: float, end_s: float) -> None:
-    """Add spans of idle time to each track, by what the worker waited for: while others generate, for their responses;
-    otherwise, while the learner trains, for the learner; before a weight update, for weights; else for the broker or
-    for scores."""
+    """Add to each worker's track the spans in which it was idle, by what it waited for: for other workers' responses,
+    while others generate; otherwise for the learner, while it trains (`learner`: these spans); before a weight update
+    for weights; else for the broker or for scores."""
     generating = merge_spans([span for track in tracks for span in track.spans.get("generate", [])], 0.0)
     for track in tracks:
         busy = merge_spans([span for kind in ("generate", "weights") for span in track.spans.get(kind, [])], 0.0)
@@ -240,7 +242,7 @@ def activity_shares(tracks: list[WorkerTrack]) -> str:
 
 
 def drawn_tracks(tracks: list[WorkerTrack]) -> list[dict[str, Any]]:
-    """The tracks as the lanes of a picture, with times in milliseconds' precision."""
+    """The tracks as JSON objects, one for each lane of a picture, with times in seconds rounded to milliseconds."""
     return [
         {
             "worker": track.worker,
@@ -254,8 +256,8 @@ def drawn_tracks(tracks: list[WorkerTrack]) -> list[dict[str, Any]]:
 
 
 def drawn_steps(steps: list[tuple[int, float]], length_s: float) -> list[tuple[float, int]]:
-    """(time, step) of those `steps`, each (step, time), that a picture of a window of `length_s` seconds has room to
-    name."""
+    """(time, step) of those `steps`, each (step, time), whose labels do not overlap in a picture of a window of
+    `length_s` seconds."""
     named = set(thin_out([at_s for _, at_s in steps], MARK_WIDTH * length_s / RESOLUTION))
     return [(at_s, step) for step, at_s in steps if at_s in named]
 
@@ -308,7 +310,8 @@ PHASE_SENTENCES = {
     "waiting for agents": "Agents have the word; no sample is being generated",
     "finished": "The run is over; workers and learner are leaving",
 }
-"""For each phase of a run in which no group is the bottleneck: the sentence that describes what the run waits for."""
+"""What a run waits for, as a sentence, by the phase in its broker's status; for phases in which it waits for no
+group."""
 
 
 def waiting_for(status: dict[str, Any]) -> str:
@@ -333,8 +336,9 @@ def waiting_for(status: dict[str, Any]) -> str:
 
 
 def holder_clause(first: dict[str, Any], batch: dict[str, Any], others: int) -> str:
-    """The clause about the process that holds most of the batch's missing groups. `first`: that process's entry in the
-    broker's status; `batch`: the entry of the batch; `others`: how many more processes hold missing groups."""
+    """The clause, of a sentence about what a run waits for, on the process that holds most of the groups that the next
+    batch still lacks. `first`: that process's entry in the broker's status; `batch`: the batch's entry; `others`: how
+    many more processes hold such groups."""
     groups = f"{first['groups']} of {batch['needed']} groups wait"
     if first["groups"] == 1:
         groups = f"1 of {batch['needed']} groups waits"

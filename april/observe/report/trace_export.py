@@ -24,7 +24,8 @@ SAMPLE_COLUMNS = (
 RESOLUTION = 1e5
 """Trace resolution: spans of a worker closer together than the run's length divided by this number are merged."""
 SEQUENCE = 1
-"""Perfetto's trusted sequence id: all packets have one writer."""
+"""Value of `trusted_packet_sequence_id` in all packets of a trace: Perfetto takes packets with one id for one
+writer's."""
 
 
 def export_perfetto(run: RunFolder, path: Path) -> int:
@@ -128,7 +129,7 @@ class TraceWriter:
 
 EXAMPLE_ADDRESS = "http://localhost:4318/v1/traces"
 ATTRIBUTES = ("step", "group", "index", "reward", "finish_reason", "discarded")
-"""Columns of a sample that become attributes of its span."""
+"""Columns of a stored sample that become attributes of the sample's span in OpenTelemetry."""
 
 
 class SampleIds:

@@ -87,7 +87,8 @@ class CountingLoader:
         return iter(self.loader)
 
     def draw(self) -> tuple[int, list[dict[str, Any]]]:
-        """The next batch of rows, and the number of its first row, counted from 0 over all epochs."""
+        """The next batch of rows, preceded by the number of the batch's first row, counted from 0 over all epochs:
+        (number, rows)."""
         if self._batches is None:
             self._batches = cycle_dataloader(self.loader)
         first, rows = self.drawn, next(self._batches)
@@ -103,12 +104,13 @@ class CountingLoader:
 
 
 def prompt_of(row: dict[str, Any]) -> Prompt:
-    """The prompt of a row in the format of AReaL's own datasets."""
+    """The prompt that a row stands for, if the row has the format of AReaL's own datasets."""
     return Prompt(row["messages"], str(row.get("answer", "")))
 
 
 class ArealEngine(TrainerRun, InferenceEngine):
-    """AReaL's inference engine interface, implemented by a run."""
+    """AReaL's interface of an inference engine, implemented by an April run: its batches come from the run, and it
+    publishes AReaL's weights to the run's workers."""
 
     staleness_manager = None
     """AReaL's limiter of staleness, None here: the run's schedule bounds staleness instead."""
@@ -148,7 +150,8 @@ class ArealEngine(TrainerRun, InferenceEngine):
         return trajectories(batch, config.schedule.n_samples_per_prompt)
 
     def _submit_prompts(self, rows: CountingLoader) -> None:
-        """Submit the next rows; those submitted before a crash are skipped."""
+        """Submit the next rows of AReaL's data loader as prompts; the run skips those that were submitted before a
+        crash."""
         first, drawn = rows.draw()
         self.run.submit([self._prompt(row) for row in drawn], first=first)
 
@@ -160,7 +163,8 @@ class ArealEngine(TrainerRun, InferenceEngine):
     # --- weights ------------------------------------------------------------------------------------------------
 
     def set_version(self, version: int) -> None:
-        """Publish weights `version`, which the actor has written to their folder and which contain the last batch."""
+        """Publish the weights of policy step `version`, which the actor has written to their folder, and report the
+        last batch as consumed. Raises RuntimeError if the run is at another step."""
         if version != self.run.step:
             raise RuntimeError(
                 f"AReaL is at version {version} and the run at {self.run.step}; go on from the same checkpoint"
@@ -196,7 +200,7 @@ class ArealEngine(TrainerRun, InferenceEngine):
     def config_perf_tracer(self, *_: Any, **__: Any) -> None: ...
 
     def destroy(self) -> None:
-        """Close the connection; after the last step the run ends."""
+        """Close the connection to the run. If all steps are trained, the run ends."""
         if self._server is not None:
             self._server.shutdown()
         self.report_checkpoint(*self._saved())
@@ -204,11 +208,12 @@ class ArealEngine(TrainerRun, InferenceEngine):
 
 
 MAX_CALLBACK_BYTES = 1 << 20
-"""Maximum number of bytes read of a callback, whose content April does not use."""
+"""Maximum number of bytes read of a progress report from AReaL's actor (a callback), whose content April does not
+use."""
 
 
 class CallbackHandler(CheckedRequestHandler):
-    """Answers every callback with an empty object."""
+    """Answers each progress report of AReaL's actor (a callback over HTTP) with an empty JSON object."""
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length") or ""

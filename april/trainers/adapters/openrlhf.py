@@ -105,7 +105,7 @@ def check(config: Config, theirs: dict[str, Any]) -> None:
 
 TRAINER = "openrlhf.cli.train_ppo_ray"
 GATHER_TIMEOUT_S = 120.0
-"""Longest wait for all prompts of a step, which OpenRLHF sends concurrently, in seconds."""
+"""Seconds after which a step fails if OpenRLHF, which sends its prompts concurrently, has not sent all of them."""
 SPARE_CALLS = 64
 """Calls that the Ray actor can serve concurrently in addition to one per prompt of a step."""
 LATEST_FILE = "latest"
@@ -114,7 +114,7 @@ STEP_PREFIX = "global_step"
 
 @dataclass
 class PendingPrompt:
-    """A prompt from OpenRLHF whose group is awaited."""
+    """A prompt that OpenRLHF has sent, and whose group of responses the run has not delivered yet."""
 
     prompt: str
     label: str
@@ -231,7 +231,8 @@ class OpenRlhfEngine:
         backend: str = "nccl",
         use_ray: bool = False,
     ) -> None:
-        """Join the process group of OpenRLHF's weight broadcast as its only inference engine, with one rank."""
+        """Join, as one rank, the process group over which OpenRLHF's actor model broadcasts its weights: for OpenRLHF
+        this is its only inference engine."""
         if use_ray:
             from ray.util import collective
 
@@ -290,7 +291,7 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def to_response(sample: TrainSample) -> dict[str, Any]:
-    """The fields of a response that OpenRLHF reads."""
+    """One sample as the dictionary that OpenRLHF expects of its inference engine: the fields that it reads."""
     first = sample.prompt_tokens
     return {
         "images": None,

@@ -19,28 +19,31 @@ from april.util.files import sync
 
 
 class TrainerRun:
-    """A run in the hands of another framework's trainer: the batch that it trains on, its weights and checkpoints."""
+    """Base class of the adapters: an April run that another framework's trainer uses, with the batch that it trains on,
+    its weights and its checkpoints."""
 
     def __init__(self, run: Rollouts):
         self.run = run
         self.batch: RolloutBatch | None = None
         """The batch that is being trained on; None if there is none."""
         self.metrics: dict[str, float] = {}
-        """Metrics of the batch that the trainer has reported so far."""
+        """Metrics that the trainer has reported so far for the current batch."""
         self._consumed = self._durable = run.step
-        """Policy step of the newest weights, and of the newest checkpoint, that were reported."""
+        """`_consumed`: policy step of the newest weights that were reported to the run; `_durable`: that of the newest
+        checkpoint."""
 
     def take(self, limit: str) -> RolloutBatch:
-        """The next batch. Raises RuntimeError if the run is over before the trainer is; `limit`: the trainer's option
-        that bounds its steps."""
+        """The run's next batch. Raises RuntimeError if the run has no further batch although the trainer asks for one;
+        the error says to lower `limit`, the trainer's option that bounds its number of steps."""
         self.batch, self.metrics = self.run.take(), {}
         if self.batch is None:
             raise RuntimeError(f"the run is over after {self.run.step} batches; lower {limit} to that")
         return self.batch
 
     def take_submitted(self, submit_prompts: Callable[[], None], limit: str) -> RolloutBatch:
-        """As `take`, where the trainer submits the prompts. `submit_prompts` submits the next of them; it is called
-        until a whole round has its prompts, and again for each group that the run discards."""
+        """As `take`, in a run whose prompts the trainer submits. `submit_prompts` submits some more of the trainer's
+        prompts. It is called until there are enough for the groups that are generated at a time (at least one batch),
+        and again whenever discarded groups leave too few for the batch."""
         schedule = self.run.config.schedule
         ahead = max(schedule.groups_per_round, schedule.rollout_batch_size)
         while self.run.submitted < self.run.step * schedule.rollout_batch_size + ahead:
@@ -52,14 +55,15 @@ class TrainerRun:
                 submit_prompts()
 
     def report_consumed(self) -> None:
-        """Report that the trainer's weights contain the batch, with its metrics, unless that was done."""
+        """Report that the trainer's weights contain the current batch, with its metrics. Does nothing if that was
+        reported before."""
         if self.batch and self._consumed < self.batch.checkpoint:
             self.run.consumed(self.batch, figures(self.batch) | self.metrics)
             self._consumed = self.batch.checkpoint
 
     def report_checkpoint(self, step: int, folder: Path, oldest: int | None = None) -> None:
-        """Report a checkpoint of that policy step as durable, once it is synced to disk, unless that was done.
-        `oldest`: step of the oldest kept checkpoint, by default this one."""
+        """Sync the checkpoint of policy step `step` in `folder` to disk, and report it as durable. Does nothing if that
+        was done before. `oldest`: step of the oldest checkpoint that the trainer keeps, by default this one."""
         if self._durable < step <= self.run.step:
             sync_folder(folder)
             self.run.durable(step, oldest)
@@ -99,8 +103,9 @@ def connect_checked(
 
 
 def check_options(config: Config, framework: str, options: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ConfigError for options of a framework that do not fit the run, and for truncated sampling, after which
-    its log-probabilities differ from April's. `options`: (value, fitting values) by name."""
+    """Raises ConfigError if an option of a framework does not fit the run. Also if the run truncates the sampling
+    distribution (top-k, top-p, min-p), which the framework's log-probabilities would not reflect. `options`: (value,
+    values that fit) by name."""
     for name, (value, *fitting) in options.items():
         if value not in fitting:
             fix = "leave it out" if fitting[0] in (None, False) else f"set it to {' or '.join(map(repr, fitting))}"
@@ -111,7 +116,8 @@ def check_options(config: Config, framework: str, options: Mapping[str, tuple[An
 
 
 def check_own_prompts(config: Config, framework: str) -> None:
-    """Raises ConfigError if the framework submits the prompts, all of which it trains, and the run may discard some."""
+    """Raises ConfigError if the framework submits the prompts and the run may discard some of their groups: such a
+    framework expects all prompts that it submits in its next batch."""
     schedule = config.schedule
     trains_all = schedule.groups_per_round == schedule.rollout_batch_size and not schedule.filters_groups
     if config.data.source == "submitted" and not trains_all:
@@ -132,12 +138,14 @@ def figures(batch: RolloutBatch) -> dict[str, float]:
 
 
 def fill_group(group: list[Any], size: int) -> list[Any]:
-    """Repeat samples of a group that has lost some, up to `size`, for trainers that need groups of equal size."""
+    """A group of `size` samples for trainers that need groups of equal size. If samples of `group` were lost, others of
+    it are repeated in their place."""
     return list(itertools.islice(itertools.cycle(group), size))
 
 
 def full_groups(batch: RolloutBatch, size: int) -> list[list[TrainSample]]:
-    """The batch's groups of `size` samples each, in the order in which their prompts were submitted, if they were."""
+    """The batch's groups, each filled up to `size` samples by `fill_group`. If the trainer submits the prompts, the
+    groups are in the order of submission."""
     numbers = np.argsort(batch.prompts) if batch.prompts else range(len(batch.groups))
     return [fill_group(batch.groups[number], size) for number in numbers]
 
@@ -171,7 +179,8 @@ def step_folders(parent: Path, prefix: str) -> dict[int, Path]:
 
 
 def latest_step(file: Path, prefix: str = "") -> int | None:
-    """The step in a file that names a trainer's newest checkpoint, after `prefix`; None without the file."""
+    """Step of a trainer's newest checkpoint, as `file` names it: a number, with `prefix` before it. None without the
+    file."""
     return int(file.read_text().strip().removeprefix(prefix)) if file.is_file() else None
 
 

@@ -66,14 +66,15 @@ class SlimeRollouts(TrainerRun):
         return RolloutFnTrainOutput(samples=groups, metrics={"rollout/april/staleness": staleness(batch)})
 
     def _submit_prompts(self, source: Any) -> None:
-        """Submit the next groups of slime's data source, as many as a round has, under slime's numbers; groups
-        submitted before a restart are skipped."""
+        """Submit the next groups of slime's data source as prompts, under slime's own group numbers: as many as April
+        generates at a time, at least one batch. The run skips those that were submitted before a restart."""
         schedule = self.run.config.schedule
         groups = source.get_samples(max(schedule.groups_per_round, schedule.rollout_batch_size))
         self.run.submit([prompt_of(group) for group in groups], first=groups[0][0].group_index)
 
     def _samples(self, group: list[TrainSample], origin: dict[str, Any]) -> list[Sample]:
-        """slime's own `Sample` objects of a group, filled with the sampled responses."""
+        """slime's own `Sample` objects of a group, filled with the sampled responses. `origin`: the `extra` that was
+        submitted with the group's prompt (see `prompt_of`)."""
         return [
             self._fill_sample(Sample.from_dict(deepcopy(origin["sample"]) | {"index": index}), sample)
             for index, sample in zip(origin["indices"], group, strict=True)
@@ -171,7 +172,8 @@ def check(args: Namespace, config: Config) -> None:
 
 
 def prompt_of(group: list[Sample]) -> Prompt:
-    """The prompt of a group, with slime's own sample as its extra."""
+    """The prompt of one of slime's groups, as April takes it. Its `extra` has the fields of slime's own sample and the
+    samples' indices, and comes back with the group."""
     first = group[0]
     fields = {name: value for name, value in first.to_dict().items() if name != "index"}
     indices = [sample.index for sample in group]

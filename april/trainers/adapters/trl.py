@@ -136,8 +136,8 @@ class ProgressCallback(TrainerCallback):
         self.owner, self.trainer = owner, trainer
 
     def on_log(self, *_: Any, logs: Mapping[str, Any], **__: Any) -> None:
-        """Report the last batch as consumed, with TRL's metrics, which it logs after a step's end and before it saves.
-        Its last log is of the whole training, without a loss, and is ignored."""
+        """Report the last batch as consumed, with the metrics `logs`, which TRL logs after the end of a step and before
+        it saves a checkpoint. TRL's last log is about the whole training and has no loss; it is ignored."""
         if "loss" in logs:
             self.owner.metrics = {
                 METRICS.get(name, name): value for name, value in logs.items() if isinstance(value, int | float)
@@ -216,8 +216,8 @@ def score_by_length(score: Score, model: Any, ids: Tensor, mask: Tensor, logits_
 
 
 def group_by_length(trainer: GRPOTrainer, prepare: Callable[[Any], Any], batch: Any) -> Any:
-    """Result of `prepare(batch)`, TRL's own `GRPOTrainer._prepare_inputs`, with rows sorted by length into
-    micro-batches, if the loss is a sum over rows. If each micro-batch has its own mean, TRL's order is kept."""
+    """Result of `prepare(batch)`, TRL's own `GRPOTrainer._prepare_inputs`. If the loss is a sum over rows, the rows are
+    sorted by length before they are divided into micro-batches; otherwise they stay in TRL's order."""
     before = trainer._buffered_inputs
     inputs = prepare(batch)
     batches = trainer._buffered_inputs

@@ -119,7 +119,8 @@ class AgentLoopManager(TrainerRun):
             self.report_checkpoint(saved, folders[saved], oldest=min(folders))
 
     def watch(self, actor: Any) -> None:
-        """Keep the metrics of each update of verl's actor, which verl logs only after the weights have gone out."""
+        """Wrap `update_actor` of verl's actor so that the metrics of each update are kept for the report on its batch:
+        verl itself logs them only after it has sent the weights."""
         update = actor.update_actor
 
         def update_and_keep(batch: Any) -> Any:
@@ -148,7 +149,8 @@ class SnapshotEngine(CheckpointEngine):
         self.is_master, self.folder = is_master, snapshot_folder(folder)
 
     async def send_weights(self, weights: Iterator[tuple[str, Tensor]], global_steps: int | None = None) -> None:
-        """Write the weights. Collective: every rank iterates over all of them."""
+        """Write the weights to the folder, on the first rank. Collective: every rank has to iterate over all
+        `weights`."""
         whole = {}
         for name, tensor in weights:
             if self.is_master:

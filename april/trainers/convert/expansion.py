@@ -126,9 +126,10 @@ ARITHMETIC: dict[type, Callable[[int, int], int]] = {
 
 
 MAX_CHARACTERS = 1 << 16
-"""Most characters into which one written word may expand: variables can double each other's values."""
+"""Maximum number of characters into which one written word may expand: variables can double each other's values."""
 MAX_EXPRESSION_CHARACTERS, MAX_INTEGER, MAX_POWER = 500, 2**63 - 1, 63
-"""Longest arithmetic that is read, largest absolute value in it, and largest exponent: a shell computes in 64 bits."""
+"""Limits of arithmetic that is evaluated: its number of characters, absolute value and exponent; a shell computes in 64
+bits."""
 
 
 class Word(NamedTuple):
@@ -144,7 +145,8 @@ Value = Word | list[Word]
 
 
 class Fields:
-    """Collects the words into which one written word expands; consecutive parts are joined until `end`."""
+    """Collects the words into which the shell expands one written word. Each added part is joined to the word before
+    it, until `end` closes that word."""
 
     def __init__(self) -> None:
         self.words: list[Word] = []
@@ -190,7 +192,8 @@ def expand(text: str, variables: Mapping[str, Value]) -> list[Word]:
 
 
 def expand_to_word(text: str, variables: Mapping[str, Value]) -> Word:
-    """The expansion of an assignment's right side, which is always one word."""
+    """The expansion of `text` as the right side of an assignment, where the shell does not split it: always one
+    word."""
     fields = Fields()
     quoted_parts = expand(f'"{text}"' if not re.search(r"['\"\\]", text) else text, variables)
     for index, word in enumerate(quoted_parts):

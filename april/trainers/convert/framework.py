@@ -8,11 +8,11 @@ from april.trainers.convert.translation import Options, Rule, Translation, by_na
 from april.util.errors import ConfigError
 
 MAX_SCRIPT_CHARACTERS = 1 << 18
-"""Longest script that is read."""
+"""Maximum number of characters of a script; a longer one is refused."""
 ANY_PROMPT_TOKENS = 1 << 20
-"""Value of `data.max_prompt_tokens` where a framework bounds a prompt only by the model's context."""
+"""Value of `data.max_prompt_tokens` for a framework that bounds a prompt only by the model's context length."""
 ALL_PROMPTS = 10**6
-"""Value of `evaluation.prompts` where a framework evaluates on all prompts of a file."""
+"""Value of `evaluation.prompts` for a framework that evaluates on all prompts of a file."""
 
 SINKS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 """Values of `operations.sinks` (metric loggers) that have the same names in other frameworks."""
@@ -48,19 +48,22 @@ class Framework:
     table: ClassVar[Mapping[str, Rule]]
     """Translation rule of each option, by option name; a trailing `*` matches all options with that prefix."""
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Further defaults that are always translated, of options that a rule with a `*` matches."""
+    """Default values, by option name, that are translated if a script does not give the option. For options that have
+    no entry of their own in `table`, but match one with a `*`."""
 
     def read(self, path: Path, text: str, environment: Mapping[str, str]) -> Options:
         """Read the options of the script at `path`. `environment`: variables that it can use. Raises ConfigError."""
         raise NotImplementedError
 
     def defaults_of(self, options: Options) -> Mapping[str, Any]:
-        """The defaults that are always translated, for the kind of configuration that the script creates."""
+        """The default values, by option name, that are translated if a script does not give the option. They may depend
+        on the kind of configuration that the script creates (`options.kind`)."""
         known = {name: rule.default for name, rule in self.table.items() if rule.default is not None}
         return {**known, **self.defaults}
 
     def translate_joint(self, translation: Translation) -> None:
-        """Translate options that only mean something together."""
+        """Translate the options that determine a key of April only together with each other (those with the rule
+        `Joint`)."""
         raise NotImplementedError
 
     def translate(self, path: Path, environment: Mapping[str, str]) -> Translation:

@@ -54,9 +54,9 @@ MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
 """(level of the ratio: token or sequence; mode: clip or mask) for each value of OpenRLHF's `is_correction_type`."""
 UNBOUNDED = 1e9
-"""Upper bound that no importance ratio reaches: stands for no bound."""
+"""Large number that stands for "no upper bound" of an importance ratio, since April's key needs a bound."""
 LOGGERS = {"wandb": "logger.wandb.key", "tensorboard": "logger.tensorboard_dir"}
-"""The option that switches on each of April's `operations.sinks`."""
+"""For each of April's `operations.sinks` (metric loggers) the option of OpenRLHF that switches this logger on."""
 
 TABLE: dict[str, Rule] = {
     "actor.model_name_or_path": MapTo("model.path"),

@@ -33,7 +33,7 @@ COMPARISONS = {
 
 
 class SimpleCommand(NamedTuple):
-    """A simple command with its assignments, or assignments alone."""
+    """One command of the script with the assignments before it, or assignments without a command."""
 
     words: list[Token]
     connector: str
@@ -42,7 +42,7 @@ class SimpleCommand(NamedTuple):
 
 class Conditional(NamedTuple):
     """`if` or `case`: the first branch whose condition is true is run. A condition is a list of commands, or (word,
-    patterns) of a `case`; an empty one is always true."""
+    patterns) of a `case`. An empty condition, as of `else`, is always true."""
 
     line: int
     branches: "list[Branch]"
@@ -162,7 +162,7 @@ class Script:
     variables: dict[str, Value]
     invocations: list[Invocation] = field(default_factory=list)
     words: int = 0
-    """Number of words expanded so far."""
+    """Number of words of commands that have been expanded so far (at most `MAX_WORDS`)."""
 
     @classmethod
     def read(cls, text: str, environment: Mapping[str, str]) -> "Script":
@@ -233,8 +233,8 @@ class Script:
                 return
 
     def mark_undecided(self, statements: list[Statement], why: str) -> None:
-        """Handle statements that may or may not run: commands count as called, and assigned variables become unknown
-        for the reason `why`."""
+        """Handle statements of which it is not known whether the shell would run them: their commands count as called,
+        and the variables that they assign become unknown, with the reason `why`."""
         for statement in simple_commands(statements):
             for token in assignments([statement]):
                 name = token.text.partition("=")[0].rstrip("+")
@@ -304,7 +304,8 @@ def is_assignment(token: Token) -> bool:
 
 
 def assignments(statements: Iterable[Statement]) -> list[Token]:
-    """The assignments of commands that consist only of assignments."""
+    """The assignments made by those commands that do nothing but set variables (plain assignments, `export` and the
+    like)."""
     return [
         token
         for statement in simple_commands(statements)

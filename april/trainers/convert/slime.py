@@ -265,8 +265,8 @@ def loss(translation: Translation) -> None:
 
 
 def stale_tokens(translation: Translation) -> None:
-    """Translate the off-policy corrections of stale tokens; by default slime clips around recomputed log-probabilities
-    and corrects nothing."""
+    """Translate slime's options for stale tokens: whether the loss clips around the log-probabilities of sampling or
+    around recomputed ones (slime's default), and which off-policy corrections there are (by default none)."""
     behaviour = translation.value("use-rollout-logprobs")
     translation.set_key("algorithm.proximal", "behaviour" if behaviour else "recomputed", "use-rollout-logprobs")
     translation.set_key("algorithm.behaviour_coef", 0.0)

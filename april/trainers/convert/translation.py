@@ -21,13 +21,13 @@ UNLIMITED_STEPS = 10**9
 HYDRA = re.compile(r"(\+{0,2})([\w./@-]+)=(.*)", re.DOTALL)
 NUMBER = re.compile(r"[-+]?(\d{1,400}(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 MAX_ALIASES, MAX_DEPTH = 16, 100
-"""Most aliases in a YAML file, each of which may double the size of what it is in, and deepest nesting."""
+"""Limits of a YAML file: number of aliases, each of which may double what it is in, and depth of nesting."""
 COLLECTION_STARTS = (
     yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken,
 )  # fmt: skip
 COLLECTION_ENDS = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 MAX_LIST_CHARACTERS = 4096
-"""Longest list in the text of an option."""
+"""Maximum number of characters of an option's text that is parsed as a list."""
 MAX_VALUES = 100_000
 """Maximum number of option values; each element of a list counts as one."""
 
@@ -53,8 +53,8 @@ def script_options(text: str, environment: Mapping[str, str], program: str, hydr
 
 
 def with_unused_arrays(options: Options, script: Script, words: Sequence[Word]) -> Options:
-    """Record in `options` as unreadable each array of flags that the script sets and never passes to the program;
-    returns `options`."""
+    """Record as unreadable, in `options`, each bash array of flags that the script sets but does not pass to the
+    program. Returns `options`. `words`: the arguments of the program."""
     arguments = {word.text for word in words}
     for name, value in script.variables.items():
         array_flags = [word.text for word in value if word.text.startswith("--")] if isinstance(value, list) else []
@@ -163,8 +163,8 @@ def scalar(text: str) -> Any:
 
 
 def without_extremes(options: Options) -> Options:
-    """Mark numbers as unreadable that no option has: beyond 64 bits, or not finite. Raises ConfigError for more than
-    `MAX_VALUES` values."""
+    """Mark as unreadable the numbers beyond 64 bits and those that are not finite, which no option can mean. Returns
+    `options`. Raises ConfigError for more than `MAX_VALUES` values."""
     for name, value in list(options.values.items()):
         values, count = [value], 0
         while values and count <= MAX_VALUES:
@@ -184,11 +184,11 @@ def without_extremes(options: Options) -> Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How an option is translated."""
+    """Base class of the rules that say how one of a framework's options is translated."""
 
     default: Any = None
-    """The framework's default, which is translated where a script does not give the option, because April's differs or
-    may change; None if it need not be translated."""
+    """The framework's default value, which is translated if a script does not give the option, because April's own
+    default differs or may change; None if it need not be translated."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Unsupported(Rule):
 
 @dataclass(frozen=True)
 class Joint(Rule):
-    """Rule of an option that is translated together with others, by `Framework.translate_joint`."""
+    """Rule of an option that `Framework.translate_joint` translates, together with others."""
 
 
 def each(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
@@ -232,7 +232,7 @@ class NotTranslatable(ValueError):
 
 @dataclass
 class Translation:
-    """The translation of one script. `defaults`: the framework's defaults of options that are always translated."""
+    """The translation of one script. `defaults`: default values, by name, for options that it does not give."""
 
     options: Options
     table: Mapping[str, Rule]
@@ -272,12 +272,12 @@ class Translation:
         return None
 
     def set_key(self, key: str, value: Any, *names: str) -> None:
-        """Set a key that follows from the options `names`; a value of None is skipped."""
+        """Set April's key to a value that follows from the options `names`; a value of None sets nothing."""
         if value is not None:
             self.keys[key] = (value, ", ".join(map(self.label, names)))
 
     def override(self, key: str, value: Any) -> None:
-        """Set a key by the user's choice, which removes undecided entries about that key."""
+        """Set a configuration key to the user's choice, and remove the entries of `undecided` about this key."""
         self.keys[key] = (value, "chosen")
         self.undecided = {
             keys: why for keys, why in self.undecided.items() if not set(keys.split(", ")) <= self.keys.keys()
@@ -340,8 +340,8 @@ class Translation:
             self.set_key("data.path", single_path(files), name)
 
     def set_length(self, steps: str, epochs: str) -> None:
-        """Set the length of the run: the option `steps` counts batches and precedes `epochs`, whole passes over the
-        prompts."""
+        """Set the length of the run: the option `steps` counts batches. It takes precedence over `epochs`, which counts
+        whole passes over the prompts."""
         count, passes = self.number(steps), self.number(epochs)
         if count and count > 0:
             self.set_key("schedule.max_steps", count, steps)
@@ -353,8 +353,8 @@ class Translation:
             self.set_key("data.epochs", int(passes), epochs)
 
     def set_minibatches(self, name: str, responses: int | None, groups: int | None, n: int | None) -> None:
-        """Set the number of optimizer steps per batch from the option `name`, given `responses` per optimizer step and
-        a batch of `groups` groups of `n` responses each."""
+        """Set the number of optimizer steps per batch, which follows from the option `name`: `responses` per optimizer
+        step, of a batch of `groups` groups of `n` responses. Sets nothing if one of these is unknown."""
         if not responses or not groups or not n or responses == groups * n:
             return
         if groups * n % responses or responses % n:
@@ -370,8 +370,8 @@ class Translation:
         return any(self.keys.get(f"learner.{key}", (1, ""))[0] > 1 for key in ("minibatches", "epochs"))
 
     def set_advantage(self, name: str, estimators: Mapping[str, str], scaled: bool) -> str | None:
-        """Translate the estimator of advantages, the value of the option `name`, to April's name by `estimators`, and
-        return that; None if April has none. `scaled`: whether GRPO divides by a group's standard deviation."""
+        """Translate the option `name`, an estimator of advantages, by `estimators` (its value -> April's name), and
+        return April's name; None if there is none. `scaled`: whether GRPO divides by a group's standard deviation."""
         estimator = estimators.get(self.value(name))
         if estimator == "grpo" and not scaled:
             estimator = "dr_grpo"
@@ -382,15 +382,15 @@ class Translation:
         return estimator
 
     def mark_critic_options(self, estimator: str, *names: str) -> None:
-        """Mark the options `names`, discounts, as unsupported where they are not 1, for a run without a critic.
-        `estimator`: name of the option that asks for a critic."""
+        """For a run without a critic: mark the options `names`, which are discount factors of a critic's returns, as
+        unsupported if their value is not 1. `estimator`: name of the option that would ask for a critic."""
         for name in names:
             if self.value(name) not in (1, None):
                 self.mark_unsupported(name, f"it is of a critic, which {estimator} = gae asks for")
 
     def set_normalisation(self, name: str, means: Mapping[str, str]) -> None:
-        """Translate how the loss is averaged over tokens: `means` has April's `algorithm.normalisation` for each value
-        of the option `name`."""
+        """Translate the option `name`, which says how the loss is averaged over tokens, by `means`: the option's value
+        -> value of April's `algorithm.normalisation`."""
         if mean := means.get(self.value(name)):
             self.set_key("algorithm.normalisation", mean, name)
         else:
@@ -421,8 +421,8 @@ class Translation:
         self.set_key("learner.betas", [self.value(first), self.value(second)], first, second)
 
     def set_adapter(self, rank: str, alpha: str, targets: str, used: bool = True) -> None:
-        """Translate LoRA options, given by name: `rank`, `alpha` and `targets`, without a value of which all linear
-        layers are adapted. `used`: whether the script turns LoRA on."""
+        """Translate LoRA options. `rank`, `alpha`, `targets`: names of the options; if the option `targets` has no
+        value, all linear layers are adapted. `used`: whether the script turns LoRA on."""
         size = self.number(rank) if used else 0
         if not size:
             return
@@ -496,5 +496,5 @@ def single_path(value: Any) -> Any:
 
 
 def known_names(sinks: tuple[str, ...]) -> Callable[[Any], list[str]]:
-    """Returns a conversion function that keeps, of one or several names, those in `sinks`."""
+    """Returns a conversion function: of one or several names of metric loggers it keeps those in `sinks`."""
     return lambda names: [name for name in sinks if name in (names if isinstance(names, list) else [names])]

@@ -46,8 +46,8 @@ from april.util.errors import ConfigError
 
 
 def python_options(text: str, path: Path, configs: Collection[str], trainers: Collection[str]) -> Options:
-    """The keyword arguments of the script's one call of a class in `configs`, and of those in `trainers`; the options'
-    `kind` is the class. Raises ConfigError."""
+    """The keyword arguments in a Python script of its only call of a class in `configs`, and of its calls of classes in
+    `trainers`. `kind` of the result is the name of the class in `configs`. Raises ConfigError."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
@@ -70,7 +70,7 @@ def python_options(text: str, path: Path, configs: Collection[str], trainers: Co
 
 
 class ScriptReader:
-    """Evaluates expressions of a script as far as they are constant."""
+    """Evaluates expressions of a Python script without running it, if they are constant."""
 
     def __init__(self, tree: ast.Module, path: Path) -> None:
         self.tree, self.path, self.read_nodes = tree, path, 0
@@ -326,7 +326,7 @@ class TRL(Framework):
 
 
 def batch(translation: Translation) -> None:
-    """Translate the batch size, which TRL counts in responses per device and April in groups."""
+    """Translate TRL's batch size. TRL counts responses per device, April counts groups."""
     world, device_batch, rounds = map(
         translation.number, ("WORLD_SIZE", "per_device_train_batch_size", "gradient_accumulation_steps")
     )

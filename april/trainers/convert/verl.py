@@ -263,8 +263,8 @@ def loss(translation: Translation) -> None:
 
 
 def critic(translation: Translation, asked: bool) -> None:
-    """Set the critic's keys if the script has `asked` for a critic; otherwise mark options that need one as
-    unsupported."""
+    """Set April's configuration keys of the critic if the script trains with one (`asked`); otherwise mark options that
+    only have a meaning with a critic as unsupported."""
     in_reward = translation.value("algorithm.use_kl_in_reward")
     if asked:
         for name, (key, default) in CRITIC.items():

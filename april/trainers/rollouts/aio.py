@@ -81,7 +81,7 @@ class AsyncRollouts:
 
     @asynccontextmanager
     async def updating(self, score: Score | None = None) -> AsyncIterator[bool]:
-        """As `Rollouts.updating`; `score` is called in the thread of the calls."""
+        """As `Rollouts.updating`; `score` is called in the one thread that makes all calls of this object."""
         block = self.run.updating(score)
         due = await self._call(block.__enter__)
         try:

@@ -26,7 +26,8 @@ class LocalRunFailed(RuntimeError):
 
 
 class LocalRun:
-    """The child process: a new run, or a resumed one if the run folder has a journal."""
+    """The child process `april run --without-learner`. It begins a new run, or resumes the run whose folder has a
+    journal."""
 
     def __init__(self, config: Config, paths: Sequence[Path], overrides: Sequence[str]):
         run_dir = config.run_dir

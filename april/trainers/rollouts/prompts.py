@@ -23,15 +23,16 @@ from april.wire.limits import FROM_PEER
 from april.workers.engines import ENGINES
 
 MAX_BODY_BYTES = FROM_PEER.body_bytes // 2
-"""Most bytes of labels and extras in one message, which leaves room for the rest of the message body."""
+"""Maximum number of bytes of labels and extras in one message, which leaves room for the rest of the message body."""
 MAX_MESSAGE_TOKENS = FROM_PEER.frame_bytes // 4
-"""Most prompt tokens in one message."""
+"""Maximum number of prompt tokens in one message of submitted prompts."""
 HEAD_BYTES = 160
 """Estimated bytes of a prompt's header in a message, without label, extra and images."""
 NAME_BYTES = 66
-"""Bytes of an image's name in a message."""
+"""Bytes that the name of an image takes in a message, for an estimate of the message's size."""
 MAX_MESSAGE_IMAGES = 256
-"""Maximum number of images in one message: the broker forgets an image that no prompt names for ten minutes."""
+"""Maximum number of images in one message of submitted prompts. Images are sent before the prompts that name them, and
+the broker keeps an image that no prompt names for ten minutes only."""
 WORKING_FOLDER = Path()
 """Folder from which relative paths of images are resolved."""
 
@@ -56,9 +57,9 @@ class Prompt:
     extra: Any = None
     """Any value that MessagePack can encode; it comes back with the group, even after a crash."""
     images: Sequence[Any] = ()
-    """Images that have no part of their own in the messages: one for each `<image>` in the text, or all in front of it.
-    With token ids, one for each run of placeholders. Each is a path, the bytes of a file, a data: URL, or an image of
-    Pillow."""
+    """Images of the prompt, each a path, the bytes of a file, a data: URL, or an image of Pillow. With text there is
+    one for each `<image>` in it, or all are placed in front of it; images that chat messages contain as parts are not
+    listed. With token ids there is one for each consecutive sequence of placeholder ids."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -85,14 +86,15 @@ class PromptImages:
         """`tokenizer`: function that loads the policy's tokeniser, called once there is an image."""
         self._config, self._tokenizer = config, tokenizer
         self._files: dict[str, bytes] = {}
-        """Bytes of the images that are no files, by their sha256."""
+        """Content of the images that were given as bytes instead of as paths, by its sha256 in hex."""
         self._placed: dict[str, RowImage] = {}
         self.prepared: dict[str, PreparedImage] = {}
         """Prepared images by the sha256 of their source."""
 
     def place(self, prompt: str | list[dict[str, Any]], column: Sequence[Any]) -> tuple[str | list[dict], list[str]]:
-        """The prompt with a canonical part for each image, and the images' sources in order. `column`: images that have
-        no part of their own in the prompt. Raises BadRow."""
+        """(the prompt with each image as a content part in April's own format, the images' sources in order). `column`:
+        images that come beside the prompt, not as parts of its messages. A source is what `RowImage.source` names.
+        Raises BadRow."""
         row = with_images(DatasetRow(prompt, ""), list(column), "given", WORKING_FOLDER, self._keep)
         return row.prompt, self._note(row.images)
 
@@ -157,7 +159,8 @@ class PromptEncoder:
         return Tokenizer(self._config.model.path)
 
     def _encode(self, prompt: Prompt, said: PromptText, images: list[PreparedImage]) -> EncodedPrompt:
-        """Encode one prompt. `said`: the prompt with a canonical part for each of its `images`."""
+        """Encode one prompt. `said`: its token ids, or its text or messages with a content part for each image;
+        `images`: the prepared images in order."""
         longest, lengths = self._config.longest_prompt_tokens, [image.tokens for image in images]
         if is_said(said):
             ids = self._tokenizer.encode_row(said, lengths, **self._config.data.prompt_options)
@@ -182,7 +185,8 @@ def is_said(prompt: PromptText) -> TypeGuard[str | list[dict]]:
 
 
 def place(prompt: Prompt, images: PromptImages) -> tuple[PromptText, list[str]]:
-    """The prompt with a canonical part for each of its images, and the images' sources in order. Raises BadRow."""
+    """(the prompt with each image as a content part in April's own format, the images' sources in order). A prompt of
+    token ids is returned as it is. Raises BadRow."""
     if not is_said(prompt.prompt):
         return prompt.prompt, images.sources(prompt.images)
     if not isinstance(prompt.prompt, str):
@@ -192,7 +196,9 @@ def place(prompt: Prompt, images: PromptImages) -> tuple[PromptText, list[str]]:
 
 
 def check_placeholders(ids: np.ndarray, lengths: list[int], rule: ImageRule | None) -> None:
-    """Raises ValueError unless a prompt of ids has as many placeholders as its images have tokens (`lengths`)."""
+    """Raises ValueError unless a prompt of token ids has as many placeholder ids as its images have tokens. `lengths`:
+    number of tokens of each image; `rule`: the model's way to prepare images, which names the placeholder; None: check
+    nothing."""
     if rule and (found := np.count_nonzero(ids == rule.token_id)) != sum(lengths):
         raise ValueError(
             f"the images of a prompt take {sum(lengths)} tokens, and its ids have {found} of their placeholders; "

@@ -87,7 +87,8 @@ class Rollouts:
         `group`: process group of all ranks."""
         self.config = config
         self.submitted = 0
-        """Number of prompts submitted so far, where the trainer submits them."""
+        """Number of prompts that the trainer has submitted so far to a run whose `data.source` is "submitted";
+        otherwise 0."""
         self.step = checkpoint
         """Policy step of the trainer's weights: the number of batches they were trained on."""
         self.finished = False
@@ -97,7 +98,8 @@ class Rollouts:
         if group is not None:
             incarnation, frontier = broadcast_integers((incarnation, frontier), group)
         self.frontier = frontier
-        """Step below which batches were handed out before a restart; these batches are delivered again unchanged."""
+        """Largest number of batches that any trainer of the run had consumed when this one started. Batches before it
+        are delivered again unchanged, and weights of steps below it are not sent to the workers."""
         self._prefetcher = BatchPrefetcher(source, group, self._to_tensors)
         self._sender = WeightSender(publisher, incarnation, frontier)
         self._published = -1
@@ -105,7 +107,8 @@ class Rollouts:
         self._wait_s = self._taken_at = 0.0
         self._last_batch: RolloutBatch | None = None
         self._received: TrainingBatch | None = None
-        """The last batch as it was received, with the groups that came with it for the sample logs."""
+        """The last batch in the form in which it was received, with the further groups (discarded and held-out ones)
+        that the broker sent with it for the sample logs."""
         self._samples = SampleWriter(config) if source and config.samples.every and config.run_dir.is_dir() else None
         self._encoder = PromptEncoder(config, keeps_files=source is not None)
         self._carries_weights = TRANSPORTS.find(config.weights.transport).carries_weights
@@ -224,12 +227,15 @@ class Rollouts:
 
     @contextmanager
     def updating(self, score: Score | None = None) -> Iterator[bool]:
-        """With `weights.transport` = "external": the trainer loads weights `step` into the servers inside this block.
-        Nothing is generated meanwhile, and later tokens carry that version. Collective.
+        """With `weights.transport` = "external": inside this block the trainer loads the weights of its current step
+        into the inference servers. Meanwhile nothing is generated; tokens sampled after the block carry the new
+        version. Collective.
 
-        Yields whether the servers need them: while batches are repeated after a restart, the servers hold newer weights
-        and must keep them. `score`: the trainer's log-probabilities of the canary; without it the loaded weights are
-        not verified. Raises RuntimeError for a worker that does not stop within `weights.publish_deadline_s`."""
+        Yields whether the servers need these weights. They do not while batches are repeated after a restart: then the
+        servers hold newer weights and must keep them. `score`: the trainer's log-probabilities of the canary; without
+        it the loaded weights are not verified. Raises RuntimeError for a worker that does not stop within
+        `weights.publish_deadline_s`.
+        """
         due = self._sender.is_due(self.step)
         if due:
             canary = canary_from_score(score, self.config) if score and self.config.weights.canary else None
@@ -363,7 +369,9 @@ def toml_text(value: Any) -> str:
 
 
 def check_needs_no_critic(config: Config) -> None:
-    """Raises ConfigError for advantages, and a divergence, that only April's learner can compute."""
+    """Raises ConfigError if the configuration asks for what only April's learner can compute: some estimators of
+    advantages (such as those with a critic), a divergence between policies, algorithms per source, or training on
+    conversations."""
     for number, source in enumerate(config.data.sources):
         if source.algorithm:
             why = "is for April's learner, and a trainer of yours has its own algorithm"

@@ -73,8 +73,8 @@ Score: TypeAlias = Callable[[np.ndarray], Sequence[float]]
 
 
 def canary_from_score(score: Score, config: Config) -> Canary:
-    """The canary (a fixed text that verifies loaded weights) with log-probabilities from the trainer's own function.
-    Raises ValueError."""
+    """The canary (a fixed text that verifies loaded weights) with its log-probabilities as the trainer's function
+    `score` computes them. Raises ValueError if they are not as many as expected."""
     if config.vocabulary is None:
         raise ValueError("model.path has no vocab_size in its config.json, by which the canary's tokens are chosen")
     tokens = canary_tokens(config.vocabulary, longest_canary(config))
@@ -87,8 +87,8 @@ def canary_from_score(score: Score, config: Config) -> Canary:
 
 
 def canary_from_model(weights: Weights, config: Config) -> Canary | None:
-    """The canary with log-probabilities of the weights; None unless they are a transformers model. Collective if
-    sharded."""
+    """The canary (a fixed text that verifies loaded weights) with its log-probabilities under `weights`; None unless
+    `weights` is a transformers model. Collective if its tensors are sharded."""
     if not (config.weights.canary and isinstance(weights, nn.Module)):
         return None
     model = unwrap(weights)

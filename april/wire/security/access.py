@@ -24,7 +24,7 @@ from april.wire.security.keys import Keys
 log = logging.getLogger(__name__)
 
 LINES_A_MINUTE = 60
-"""Refusals logged per minute; further ones are only counted."""
+"""Maximum number of refusals that are logged in a minute; further ones are only counted."""
 
 
 class Audit:
@@ -53,7 +53,7 @@ class Audit:
 
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-"""Address at which libzmq asks whether a key is admitted (ZAP, ZeroMQ RFC 27)."""
+"""In-process address at which libzmq asks, for each handshake, whether a key is admitted (ZAP, ZeroMQ RFC 27)."""
 DOMAIN = b"april"
 
 FAILURES = {
@@ -75,7 +75,8 @@ class AccessControl:
         self.failures: Counter[str] = Counter()
         """Number of failed handshakes by cause: unknown key, wrong broker key, no keys, protocol, broken off."""
         self._reported_changes = 0
-        """Number of allow-list changes that `watch` has reported; the handshake thread may have read newer ones."""
+        """Number of changes of the allow-list, since the start, that `watch` has reported so far. The thread that
+        answers handshakes may have read newer ones."""
         self._audit = Audit()
         self._guarded: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
         self._zap = context.socket(zmq.REP)
@@ -98,7 +99,8 @@ class AccessControl:
         return self.allow_list.find(str(frame.get("User-Id")))
 
     def watch(self) -> bool:
-        """Count the handshakes that have failed; returns whether the allow-list has changed since the last call."""
+        """Count the handshakes that have failed since the last call, and read the allow-list again if its file has
+        changed. Returns whether the list has changed since the last call."""
         for _, monitor in self._guarded:
             while monitor.poll(0):
                 event = recv_monitor_message(monitor)
@@ -146,8 +148,8 @@ HANDSHAKE_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 PATIENCE_S, PATIENCE_ATTEMPTS = 3.0, 3
-"""A server that breaks off this many handshakes within this many seconds, and has never admitted the peer, is taken to
-have other keys. A server that dies breaks off only once."""
+"""Seconds and number of handshakes. A server that has never admitted the peer, and breaks off at least so many
+handshakes over at least so many seconds, is taken to have other keys. A server that dies breaks off only once."""
 
 UNLISTED = "its key is not on the allow-list; add it with `april keygen FOLDER --role ROLE --name NAME`"
 OTHER_KEYS = (
@@ -181,7 +183,8 @@ class Handshake:
         """Times of failed handshakes (Unix time, seconds)."""
 
     def problem(self) -> str:
-        """Reason for which the socket cannot connect, as a sentence; "" while it still may."""
+        """Sentence that says why the socket cannot connect, once its handshakes show that; "" as long as it still may
+        connect."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -52,7 +52,7 @@ class AllowList:
         return self._peers.get(key) or KeyOwner(key, "", "")
 
     def refresh(self) -> int:
-        """Read the file again if it has changed; returns the number of changes so far."""
+        """Read the file again if it has changed; returns the number of changes of the list since it was first read."""
         with self._lock:
             file_state, now = self._stat(), clock.now()
             if file_state != self._file_state:

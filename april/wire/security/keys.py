@@ -33,7 +33,7 @@ class Keys:
     public: str
     secret: str = field(repr=False)
     broker: str
-    """CURVE public key of the broker, in Z85."""
+    """CURVE public key of the broker to which this process connects, in Z85."""
 
 
 def find_key_file(keys: Path, role: str) -> Path:
@@ -46,8 +46,8 @@ def load_keys(keys: Path, role: str) -> Keys: ...
 @overload
 def load_keys(keys: Path | None, role: str) -> Keys | None: ...
 def load_keys(keys: Path | None, role: str) -> Keys | None:
-    """Load the key file of this process, found in `keys` as by `find_key_file`; None where the run has no keys. Raises
-    ConfigError."""
+    """The key file for a process of this `role`, found in `keys` as by `find_key_file`; None if `keys` is None, in a
+    run without keys. Raises ConfigError."""
     if keys is None:
         return None
     path = find_key_file(keys, role)

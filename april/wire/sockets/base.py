@@ -43,8 +43,8 @@ def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
 
 
 def send(socket: zmq.Socket[bytes], frames: Iterable[bytes | memoryview], wait: bool = False) -> None:
-    """Send a message. Raises zmq.Again, with nothing sent, if the send queue is full: at once, or with `wait` after the
-    socket's SNDTIMEO."""
+    """Send a message. If the socket's send queue is full, zmq.Again is raised and nothing is sent: at once or, with
+    `wait`, after the socket's SNDTIMEO."""
     *first, last = frames
     flags = 0 if wait else NOBLOCK
     for frame in first:
@@ -56,7 +56,7 @@ def send(socket: zmq.Socket[bytes], frames: Iterable[bytes | memoryview], wait: 
 
 
 ADDRESS_FILE = "address"
-"""File of the run folder with the broker's address."""
+"""Name of the file in the run folder to which the broker writes its address."""
 POLL_S = 0.05
 
 
@@ -77,7 +77,8 @@ def address_at(connect: str, patience_s: float) -> str:
 UNIX = "ipc://"
 """Beginning of the address of a Unix socket, before its path."""
 LONGEST_FOLDER = 60
-"""Longest folder for temporary files (bytes) that leaves room for the name of a socket; the kernel takes 107 in all."""
+"""Maximum length (bytes) of a path of a folder for temporary files that leaves room for the name of a socket; the
+kernel takes 107 in all."""
 
 
 def socket_address(last: str = "") -> str:
@@ -115,7 +116,7 @@ def remove_socket_folder(address: str) -> None:
 
 
 def route_to(address: str) -> tuple[str, int]:
-    """Host and port of a broker's address, by which the route to it is found; for a Unix socket those of this machine's
+    """Host and port of the broker's address, for `own_address`; for a Unix socket a host and port of this machine's
     loopback."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return ("127.0.0.1", 1) if is_socket_file(address) else (host, int(port))
@@ -123,7 +124,7 @@ def route_to(address: str) -> tuple[str, int]:
 
 SIOCGIFADDR = 0x8915
 INTERFACE_NAME_BYTES = 16
-"""Length in bytes of an interface name in the kernel's interface request."""
+"""Number of bytes that Linux reserves for an interface's name in a request about it (`ifreq`)."""
 
 
 def own_address(host: str, port: int) -> str:

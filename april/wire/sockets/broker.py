@@ -24,19 +24,20 @@ from april.wire.sockets.control import Control
 log = logging.getLogger(__name__)
 
 REPORT_BYTES = 8 << 20
-"""Received bytes after which they are reported to the broker at the latest, well before its credit is used up."""
+"""Number of received array bytes after which the peer tells the broker its count. It is well below `broker.credit_mb`,
+the bytes that the broker sends ahead of this count."""
 SILENT_S = 5.0
-"""Seconds without any message from the broker after which a peer considers the broker to be away."""
+"""Seconds without any message from the broker after which a peer takes the broker to be down."""
 BEAT_OVER_DATA_S = 5.0
 """Interval of heartbeats over the data connection, which show whether the broker still knows that connection."""
 HELLO_AGAIN_S = 5.0
 """Seconds without an answer after which a `Hello` is repeated: a broker that died may have lost the first one."""
 NAME_CHARACTERS = 90
-"""Longest part of the name in a uid, so that the uid fits the wire type `Name`."""
+"""Number of characters of a peer's name that its uid contains at most, so that the uid fits the wire type `Name`."""
 
 
 class BrokerUnreachable(RuntimeError):
-    """No broker has answered at the address in time."""
+    """Raised if no broker answers at the address within the time limit of the call."""
 
 
 class BrokerRefused(RuntimeError):
@@ -73,8 +74,8 @@ class BrokerConnection:
         self.role, self.name, self.uid = role, name, uid
         self.patience_s = patience_s
         self.received_bytes = self._reported_bytes = 0
-        """Bytes of arrays received in this session; `_reported_bytes`: how many of them were reported to the broker
-        over the data connection."""
+        """Bytes of arrays received in this session. `_reported_bytes`: the count that was last sent to the broker in a
+        heartbeat over the data connection."""
         self._sequence = 0
         self._next_beat = 0.0
         self._context = zmq.Context()
@@ -102,15 +103,15 @@ class BrokerConnection:
 
     @property
     def session(self) -> int:
-        """Id of the session; 0 without one."""
+        """Id of the open session with the broker; 0 if none is open."""
         return self._control.session
 
     def hello(self, lease_ids: list[int], acknowledged_tokens: int = 0, timeout_s: float | None = None) -> wire.Welcome:
-        """Open a session, which replaces an earlier one. Raises BrokerUnreachable after `timeout_s` (default: the
-        patience).
+        """Open a session, which replaces an earlier one. Raises BrokerUnreachable if no broker answers within
+        `timeout_s` seconds (default: `patience_s`).
 
-        `lease_ids`: leases that this peer still works on. `acknowledged_tokens`: tokens of this process acknowledged so
-        far.
+        `lease_ids`: leases that this peer still works on. `acknowledged_tokens`: number of tokens of this process that
+        the broker has acknowledged so far.
         """
         self.forget()
         deadline = clock.now() + (timeout_s or self.patience_s)
@@ -141,7 +142,7 @@ class BrokerConnection:
         self._control.lease_ids, self._control.emitted_tokens = list(lease_ids), emitted_tokens
 
     def occupy(self, slots: wire.Slots) -> None:
-        """Set the use of a worker's slots that heartbeats report."""
+        """Set what heartbeats report about a worker's slots: how many samples wait for what."""
         self._control.slots = slots
 
     def goodbye(self) -> None:
@@ -167,7 +168,8 @@ class BrokerConnection:
             raise BrokerUnreachable(f"the broker at {self.address} takes no messages; is it running?") from None
 
     def is_disowned(self, received: wire.Received) -> bool:
-        """Whether an answer says that the broker no longer knows the session, so that the peer must say hello again."""
+        """Whether the message `received` is a refusal because the broker no longer knows this peer's session: then the
+        peer must say hello again."""
         refused = isinstance(received.message, wire.Refused) and "unknown session" in received.message.reason
         return refused and received.session == self.session
 
@@ -233,8 +235,8 @@ class BrokerConnection:
         raise BrokerUnreachable(f"the broker at {self.address} does not answer within {timeout_s:g} s; is it running?")
 
     def _await(self, sequence: int, deadline: float) -> wire.Received | None:
-        """The answer to message `sequence`, or the refusal that ends the session; None at the time `deadline`, Unix
-        seconds."""
+        """Wait for the answer to the message with number `sequence`, or for the refusal that ends the session; None if
+        neither has come by `deadline` (Unix time, seconds)."""
         self._control.heard_at = clock.now()
         while clock.now() < deadline:
             MAIN.at("waiting for the broker")
@@ -251,7 +253,7 @@ class BrokerConnection:
         return clock.now() - self._control.heard_at > SILENT_S
 
     def wake_by(self, descriptor: int) -> None:
-        """Make `receive` return early when the file descriptor is readable."""
+        """Have `receive` return before its timeout whenever the file descriptor is readable."""
         self._poller.register(descriptor, zmq.POLLIN)
 
     def check_alive(self) -> None:

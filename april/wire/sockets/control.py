@@ -20,7 +20,7 @@ from april.wire.sockets import base
 
 HEARTBEAT_S = 1.0
 JOIN_S = 5.0
-"""Longest wait for the control thread to end; the thread never blocks for long."""
+"""Time limit of the wait for the control thread to end, seconds; the thread never blocks for long."""
 
 
 class Control(threading.Thread):
@@ -37,13 +37,14 @@ class Control(threading.Thread):
         self.arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Eventfd that is readable when messages have arrived."""
         self.heard_at = clock.now()
-        """Time of the last message from the broker on either connection, Unix time in seconds."""
+        """Time at which the broker's last message arrived on the control or the data connection, Unix time in
+        seconds."""
         self.session = 0
         """Id of the session; 0: send no heartbeats."""
         self.lease_ids: Sequence[int] = ()
         self.emitted_tokens = self.received_bytes = 0
         self.slots: wire.Slots | None = None
-        """Use of a worker's slots for heartbeats: see `wire.Heartbeat.slots`."""
+        """What a worker's samples wait for or do, as heartbeats report it: see `wire.Heartbeat.slots`."""
         self._renew_s = 0.0
         self._next_beat = self._next_renewal = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -42,11 +42,11 @@ class Request:
     """One sample to generate or to resume."""
 
     id: int
-    """Id, unique among the engine's live requests; the worker uses the lease id."""
+    """Id, unique among the engine's requests that run or are queued; the worker uses the lease id."""
     tokens: np.ndarray
     """int32 [P + R]: the prompt, then the response tokens generated so far."""
     max_new_tokens: int
-    """Tokens left in the response budget."""
+    """Maximum number of tokens to generate in this request: what is left of the response's budget."""
     seed: int = 0
     """Sampling seed of the sample. With the embedded engine, equal seeds and weights give equal tokens whatever else is
     running; docs/sglang.md and docs/vllm.md say how far that holds for servers."""
@@ -64,9 +64,9 @@ class Request:
     images: tuple[bytes, ...] = ()
     """The images of the tokens as PNG files (`april.data.images`), in the order of their placeholders."""
     image_starts: tuple[int, ...] = ()
-    """For each image, the index of the first token that may be its placeholder; empty: 0 for all. The images claim
-    placeholders in their order, each the first unclaimed ones from its index on. Placeholder ids that no image claims
-    were sampled by the policy, and count as text."""
+    """For each image, the index in `tokens` of the first token that may be its placeholder; empty stands for 0 for all
+    images. The images claim placeholders in their order: each takes the first ones from its index on that no earlier
+    image has claimed. Placeholder ids that no image claims were sampled by the policy, and count as text."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Chunk:
     tokens: np.ndarray
     """int32 [T]: ids of the new tokens."""
     logprobs: np.ndarray
-    """float32 [T]: log-softmax(logits / temperature) of each token, over its support if there is one.
-    Greedy: temperature 1."""
+    """float32 [T]: log-probability of each token by log-softmax(logits / temperature), normalised over the token's
+    support if the request asked for supports. At temperature 0 (greedy), temperature 1 stands in the formula."""
     version: Version
     finish_reason: Finish | None = None
     """"stop" or "length" on the last chunk of a request, otherwise None."""
@@ -107,20 +107,20 @@ class Engine(Protocol):
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens generated since the engine was created, including those not returned by `step` yet.
+        """Number of tokens generated since the engine was created, including those not returned by `step` yet.
 
-        An engine on a server counts the tokens that have arrived from it.
+        An engine on a server counts the tokens that have arrived from the server.
         """
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises EngineError for a request that can never run."""
 
     def step(self) -> list[Chunk]:
-        """Advance every running sequence, by a token or for a few milliseconds, and return the chunks that are due (a
-        chunk is full, a tick has passed, or the request has ended).
+        """Advance every running sequence, by a token or for a few milliseconds, and return the chunks to hand over:
+        those that are full or end a request, and at a tick (`Ticks`) all new tokens.
 
-        Returns no chunks without weights. Called in every pass of the worker's loop, also when nothing is live. Raises
-        EngineError if the engine can never continue.
+        Returns no chunks without weights. Called in every pass of the worker's loop, also when no request runs or is
+        queued. Raises EngineError if the engine can never continue.
         """
 
     def failures(self) -> list[tuple[int, str]]:
@@ -130,7 +130,7 @@ class Engine(Protocol):
         """
 
     def cancel(self, request_id: int) -> list[Chunk]:
-        """End a request and return its remaining chunks, oldest first; an empty list if it is not live.
+        """End a request and return its remaining chunks, oldest first; an empty list if it has ended already.
 
         If it finished before it could be cancelled, the last chunk has its finish reason.
         """
@@ -146,10 +146,11 @@ class Engine(Protocol):
         """
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
-        """Log-probabilities, float32 [T - 1], of `tokens[1:]` given the tokens before each, at temperature 1.
+        """The engine's log-probabilities, float32 [T - 1], of `tokens[1:]`, each given the tokens before it, at
+        temperature 1.
 
-        `tokens`: int32 [T]. Running requests are not affected. Raises EngineError, always
-        if the registry entry's `scores` is False.
+        `tokens`: int32 [T]. Running requests are not affected. Raises EngineError; an engine whose registry entry has
+        `scores` = False always does.
         """
 
     @property
@@ -169,11 +170,12 @@ class Engine(Protocol):
 
     @property
     def queued(self) -> int:
-        """Number of live requests that wait for a slot or for memory."""
+        """Number of requests that are queued, not running: they wait for a slot or for memory."""
 
     @property
     def capacity(self) -> int:
-        """Number of live requests that the engine can make use of at present."""
+        """Number of requests, running and queued, that the engine can make use of at present: it bounds the samples
+        that the worker takes."""
 
     @property
     def kv_tokens(self) -> int | None:
@@ -186,9 +188,10 @@ class TimeSharingEngine(Engine, Protocol):
     """An engine that can share its accelerator in time with the learner (`shares_time` of its entry)."""
 
     def release(self) -> None:
-        """Release the accelerator's memory, weights included; called while nothing is live.
+        """Release the accelerator's memory, weights included; called while no request runs or is queued.
 
-        If a server fails to release, it is killed, and restarted in the next time slice.
+        If a server fails to release its memory, it is killed, and restarted when the engine may use the accelerator
+        again.
         """
 
     def resume(self) -> None:
@@ -199,7 +202,9 @@ class AdapterEngine(Engine, Protocol):
     """An engine that loads adapters on top of the base model's weights (`takes_adapters` of its entry)."""
 
     def load_adapter(self, version: Version, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
-        """Replace the current adapter; otherwise as `load_weights`. `tensors`: as in `april.weights.base.Adapted`."""
+        """Replace the current adapter by another one, between two decode steps; running sequences and errors are
+        treated as in `load_weights`. `adapter`: its settings. `tensors`: its tensors, as in
+        `april.weights.base.Adapted`."""
 
 
 @runtime_checkable
@@ -241,7 +246,7 @@ FULL_CACHE_SHARE of its cache in use."""
 
 
 class CapacityRule:
-    """Number of requests to keep on a server, from the load that the server reports; at most `slots`."""
+    """Decides how many requests to keep on a server, from the load that the server reports; at most `slots`."""
 
     OBSERVED = ("num_running_reqs", "num_waiting_reqs", "token_usage", "max_running_requests")
 
@@ -254,9 +259,11 @@ class CapacityRule:
     def observe(
         self, num_running_reqs: int, num_waiting_reqs: int, token_usage: float, max_running_requests: int
     ) -> None:
-        """Adapt the number of requests to a server's report.
+        """Adapt the number of requests to a server's report of its load.
 
-        `token_usage`: share of the KV cache in use. `max_running_requests`: the server's maximum, 0 if unknown.
+        `num_running_reqs`, `num_waiting_reqs`: number of requests that run and that are queued in the server.
+        `token_usage`: share of the KV cache in use, 0 to 1. `max_running_requests`: most requests that the server runs
+        at a time, 0 if unknown.
         """
         self.waiting = num_waiting_reqs
         most = min(self.slots, max_running_requests or self.slots)

@@ -34,9 +34,9 @@ class MemoryShare(NamedTuple):
     """An engine's share of an accelerator's memory."""
 
     options: dict[str, Any]
-    """Options of `engine.server` that limit the server to its share."""
+    """Options of `engine.server` that limit the engine to its share."""
     cache_bytes: float
-    """Bytes left for the KV cache."""
+    """Bytes of the share that are left for the KV cache."""
 
 
 class EngineEntry:
@@ -85,8 +85,8 @@ class EngineEntry:
 
     @classmethod
     def check_model(cls, config: Config) -> None:
-        """Raises ConfigError for a model that the engine cannot run, NotTried where that could not be found out. It may
-        import torch: before a run it is called in a process of its own."""
+        """Raises ConfigError for a model that the engine cannot run, and NotTried if it cannot be found out whether the
+        engine can. It may import torch, so before a run it is called in a process of its own."""
 
     @classmethod
     def installed(cls, config: Config) -> str:
@@ -98,7 +98,7 @@ class EngineEntry:
 
     @classmethod
     def devices(cls, config: Config) -> int:
-        """Number of accelerators per worker, if workers run on accelerators."""
+        """Number of accelerators that each worker takes, if workers run on accelerators."""
         return 1
 
     @classmethod
@@ -107,10 +107,11 @@ class EngineEntry:
 
     @classmethod
     def memory_options(cls, config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> MemoryShare:
-        """Options that limit the engine to `free_bytes` of an accelerator with `total_bytes`.
+        """The options of `engine.server` that limit the engine to `free_bytes` of an accelerator with `total_bytes`,
+        and the bytes that are then left for the KV cache.
 
-        `weight_bytes`: size of the weights. Called only if `limits_memory`. Raises ConfigError if the engine cannot run
-        in so little memory.
+        `weight_bytes`: size of the weights. Called only if `limits_memory` is True. Raises ConfigError if the engine
+        cannot run in so little memory.
         """
         raise NotImplementedError(f"{cls.__name__} has no memory_options(config, total, free, weights)")
 
@@ -139,18 +140,18 @@ class EngineEntry:
 
     @classmethod
     def describe_channel(cls, config: Config) -> str:
-        """Description of a weight channel's ranks, for people."""
+        """A text for people that says which process is which rank of a weight channel's process group."""
         return "2 ranks: 0 the learner, 1 the worker"
 
     @classmethod
     def weight_loaders(
         cls, config: Config, engine: Any, worker: str, make_source: "Callable[..., WeightSource]"
     ) -> "list[WeightLoader]":
-        """Weight loaders of `engine`, one for each of its servers.
+        """Weight loaders of `engine`, one for each of its servers; one for an engine without servers.
 
-        `engine`: as made by `from_config`. `make_source(channel, server, up, adapts)`: makes the `WeightSource` of a
-        weight channel. `server`: a server that receives the weights itself; `up()`: whether it can load weights now;
-        `adapts()`: whether the engine takes adapters.
+        `engine`: as made by `from_config`. `make_source(channel, server, up, adapts)`: makes the `WeightSource` of the
+        weight channel with the name `channel`. `server`: the `InferenceServer` that receives the weights itself, None
+        if the worker does. `up()`: whether the engine can load weights now. `adapts()`: whether it takes adapters.
         """
         from april.workers.engines.weight_loading import WeightLoader
 
@@ -159,7 +160,8 @@ class EngineEntry:
 
     @classmethod
     def make_weight_check(cls, config: Config) -> "WeightCheck | None":
-        """A new weight check for one engine; None if `weights.canary` is off or the engine does not score."""
+        """A new `WeightCheck` for one engine, which compares log-probabilities of a fixed text, the canary, between
+        engine and learner. None if `weights.canary` is off or the engine does not score texts."""
         from april.workers.engines.weight_loading import WeightCheck
 
         if config.weights.canary and not cls.scores:
@@ -174,7 +176,8 @@ class EngineEntry:
 
 
 def devices_wanted(config: Config) -> tuple[int, int]:
-    """(number of accelerators of the learner, of one worker). The device `auto` counts as an accelerator."""
+    """(number of accelerators of the learner, number of accelerators of one worker). The device `auto` counts as an
+    accelerator."""
     per_worker = ENGINES.find(config.worker.engine).devices(config) if config.worker.device != "cpu" else 0
     return config.learner.ranks if config.learner.device != "cpu" else 0, per_worker
 
@@ -199,9 +202,9 @@ OUTPUT_TENSOR, EMBEDDING_TENSOR = "lm_head.weight", "model.embed_tokens.weight"
 def check_request(
     request: Request, vocabulary: int, max_context: int, live: Container[int], entry: "type[EngineEntry] | None" = None
 ) -> None:
-    """Raise EngineError for a request that can never run, or that needs a feature which `entry` does not declare.
-    `vocabulary`: number of token ids. `max_context`: most tokens of prompt and response. `live`: ids of live
-    requests."""
+    """Raise EngineError for a request that can never run, or that needs a feature which `entry` does not declare (None:
+    features are not checked). `vocabulary`: number of token ids. `max_context`: most tokens of prompt and response.
+    `live`: ids of the requests that run or are queued."""
     name, tokens = f"request {request.id}", np.asarray(request.tokens)
     if request.id in live:
         raise EngineError(f"{name} is live already; cancel it or use another id")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """A live request and what has been sampled for it."""
+    """A request that has not ended, and what has been sampled for it."""
 
     request: Request
     context: list[int]
@@ -46,7 +46,7 @@ class Next(NamedTuple):
     token: int
     logprob: float
     support: np.ndarray | None = None
-    """Ids that the token was drawn from, int32 [S]; needed where the request asks for them."""
+    """Ids that the token was drawn from, int32 [S]; required if the request has `with_support`."""
 
 
 class InProcessEngine(EngineEntry):
@@ -170,8 +170,8 @@ class InProcessEngine(EngineEntry):
     # --- advancing a request -------------------------------------------------------------------------------------
 
     def _append(self, sampled: Next, is_tick: bool) -> None:
-        """Append a token to its request, or fail the request if the token has no finite log-probability. `is_tick`:
-        return a chunk at once, however short."""
+        """Append a sampled token to its request, or fail the request if the token's log-probability is not finite.
+        `is_tick`: return the request's new tokens as a chunk at once, even if the chunk is not full."""
         running, token, logprob, support = sampled
         request = running.request
         if not math.isfinite(logprob):

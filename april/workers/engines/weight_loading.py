@@ -27,30 +27,35 @@ log = logging.getLogger(__name__)
 MAX_FAILURES = 2
 """Consecutive failed checks after which a worker gives up and leaves the run."""
 LARGEST_FACTOR = 50.0
-"""Multiple of the expected rounding beyond which the difference in a single token refuses a version at once."""
+"""Limit on the difference between engine and learner in the log-probability of a single token of the canary (the fixed
+text that both score), as a multiple of the mean difference that rounding is expected to make. A version above it is
+refused at once."""
 USUAL_FACTOR = 2.5
-"""Multiple of an engine's usual noise (`USUAL_VERSIONS`) up to which its difference from the learner counts as
-rounding."""
+"""Limit on the mean difference between engine and learner under a new version, as a multiple of the engine's noise: the
+median of that difference over the last `USUAL_VERSIONS` versions that passed the check."""
 MIN_USUAL = 0.25
-"""Lower bound of an engine's usual noise (`USUAL_VERSIONS`), as a multiple of the expected rounding."""
+"""Lower bound of the engine's noise, to which `USUAL_FACTOR` is applied, as a multiple of the mean difference that
+rounding is expected to make between engine and learner."""
 USUAL_VERSIONS = 16
-"""Number of versions, the last that passed the check, over which the median of `CanaryScore.excess` is the engine's
-usual noise."""
+"""Number of versions from which an engine's noise is estimated: the median of `CanaryScore.excess` over the last ones
+that passed the check."""
 MOVEMENT_FACTOR = 4.0
-"""Multiple of `CanaryScore.noise` above which the mean change of the learner's canary log-probabilities between two
-versions counts as movement."""
+"""The learner has moved between two versions if the mean change of its log-probabilities of the canary, a fixed text,
+is above this multiple of `CanaryScore.noise`."""
 MIN_NOISE_NATS = 1e-6
-"""Lower bound of the noise, the mean difference between engine's and learner's log-probabilities (nats)."""
+"""Lower bound of `CanaryScore.noise`, the mean difference between the log-probabilities of engine and learner
+(nats)."""
 MIN_FOLLOWED_SHARE = 0.5
-"""Least share of the learner's movement (change of its canary log-probabilities) that the engine's log-probabilities
-must show."""
+"""Least share with which a version passes the check: the change of the engine's log-probabilities of the canary, a
+fixed text, since an earlier version, divided by the change of the learner's."""
 ROUNDING: Mapping[str, float] = {"float32": 4e-5, "float16": 0.02, "bfloat16": 0.08}
-"""Expected mean difference by rounding between learner and engine in a canary token's log-probability, by data type
-(nats). For the types of 16 bits the learner's own measurement takes its place where there is one."""
+"""Mean difference (nats) that rounding is expected to make between learner and engine in the log-probability of a token
+of the canary, by data type. If the learner has measured this difference itself, its value is used for types of 16
+bits."""
 OTHER_ROUNDING = 0.24
-"""Expected mean difference by rounding for any other type (8 bits and fewer), nats."""
+"""The same expectation as `ROUNDING` (nats), for all other data types, which have 8 bits and fewer."""
 MIN_ROUNDING_16 = 1e-4
-"""Least rounding that is expected of a type of 16 bits, nats."""
+"""Lower bound of the mean difference that rounding is expected to make for a type of 16 bits (nats)."""
 
 
 class WrongWeights(EngineError):
@@ -59,34 +64,38 @@ class WrongWeights(EngineError):
 
 @dataclass(frozen=True)
 class CanaryScore:
-    """The canary's log-probabilities under one version."""
+    """Log-probabilities of the canary, a fixed text of T tokens, under one version of the weights: the learner's and
+    the engine's."""
 
     tokens: list[int]
     published: np.ndarray
-    """float64 [T - 1]: log-probabilities that the learner has published."""
+    """float64 [T - 1]: log-probabilities of the canary's tokens after the first, as the learner has published them."""
     scored: np.ndarray
-    """float64 [T - 1]: log-probabilities that the engine has computed."""
+    """float64 [T - 1]: log-probabilities of the same tokens, as the engine has computed them."""
     digest: str
-    """Digest of the weights that were scored."""
+    """Digest of the weights under which the engine has scored the canary."""
     rounding: float
-    """Mean difference that rounding is expected to make (nats)."""
+    """Mean difference between engine and learner that rounding is expected to make in these log-probabilities
+    (nats)."""
 
     @property
     def noise(self) -> float:
-        """Mean difference between engine and learner (nats)."""
+        """Mean absolute difference between the log-probabilities of engine and learner (nats), at least
+        MIN_NOISE_NATS."""
         return max(MIN_NOISE_NATS, float(np.abs(self.scored - self.published).mean()))
 
     @property
     def excess(self) -> float:
-        """Mean difference between engine and learner, as a multiple of the expected rounding."""
+        """`noise` as a multiple of `rounding`, the difference that rounding is expected to make."""
         return self.noise / self.rounding
 
 
 class WeightCheck:
-    """Checks that an engine holds each new version: compares its log-probabilities of the canary with the learner's,
-    and its tensors with those it was sent, where it can.
+    """Checks that an engine holds each new version. It compares the engine's log-probabilities of the canary, a fixed
+    text, with the learner's, and if the engine can (`ComparingEngine`), its tensors with those it was sent.
 
-    Evidence adds up over versions (`april.weights.canary.added_evidence`).
+    Small differences that each pass as rounding add up over versions to evidence of wrong weights
+    (`april.weights.canary.added_evidence`).
     """
 
     def __init__(self) -> None:
@@ -94,12 +103,13 @@ class WeightCheck:
         """Number of consecutive failed checks."""
         self.evidence = 0.0
         self._usual: deque[float] = deque(maxlen=USUAL_VERSIONS)
-        """Mean difference from the learner of each of the last versions that passed the check, as a multiple of the
-        expected rounding."""
+        """`CanaryScore.excess` of each of the last versions that passed the check: the mean difference between engine
+        and learner, as a multiple of the difference that rounding is expected to make."""
         self._last: CanaryScore | None = None
         self._reference: CanaryScore | None = None
-        """Canary score from which movement is measured: that of the newest version in which the learner moved beyond
-        MOVEMENT_FACTOR times the noise, or of the first one."""
+        """Score from which the learner's and the engine's changes are measured in the next checks. At first the score
+        of the first version that passed; then that of each version in which the learner has moved since
+        (MOVEMENT_FACTOR)."""
 
     def judge(self, staged: StagedWeights, canary: Canary, scored: np.ndarray, dtype: str) -> None:
         """Compare the engine's log-probabilities of the canary's first T tokens, `scored`, float32 [T - 1], computed in
@@ -139,33 +149,38 @@ class WeightCheck:
         return self._fail(staged, f"it does not score the canary: {error}")
 
     def _fail(self, staged: StagedWeights, why: str) -> WrongWeights:
-        """Count a failed check and return its error; the reference score stays."""
+        """Count a failed check, and return its error for the reason `why`. The score from which changes are measured
+        stays."""
         self.failures += 1
         return WrongWeights(f"the engine is not seen to hold version {staged.version}: {why}")
 
 
 def scored_text(canary: Canary, engine: Engine) -> np.ndarray:
-    """The canary's first tokens, int32 [T], as many as need at most half of the engine's cache."""
+    """The canary's first T tokens, int32 [T], for the engine to score. T is limited so that they need at most half of
+    the engine's cache."""
     return canary.text if engine.kv_tokens is None else canary.text[: max(2, engine.kv_tokens // 2)]
 
 
 def type_rounding(*dtypes: str) -> float:
-    """Expected mean difference by rounding of the coarsest of several data types (nats)."""
+    """Mean difference (nats) that rounding is expected to make in log-probabilities, by `ROUNDING`, for the coarsest of
+    several data types."""
     return max(ROUNDING.get(dtype, OTHER_ROUNDING) for dtype in dtypes)
 
 
 def expected_rounding(canary: Canary, dtype: str) -> float:
-    """Mean difference by rounding between a learner that published `canary` and an engine in `dtype` (nats): as the
-    learner has measured it, if one data type has 16 bits and the other at least as many."""
+    """Mean difference (nats) that rounding is expected to make between the learner that has published `canary` and an
+    engine that computes in `dtype`. It is the learner's own measurement if one of the two data types has 16 bits and
+    the other at least as many, otherwise that of `ROUNDING`."""
     by_type = type_rounding(dtype, canary.dtype)
     is_16_bit = ROUNDING["float32"] < by_type < OTHER_ROUNDING
     return max(MIN_ROUNDING_16, canary.rounding) if is_16_bit and canary.rounding else by_type
 
 
 def disagreement(score: CanaryScore, evidence: float, usual: Collection[float]) -> str:
-    """A sentence if the canary's log-probabilities of engine and learner differ by more than rounding explains, else
-    "". `evidence`: that of wrong weights, this score included (`added_evidence`). `usual`: `excess` of the engine's
-    last versions that passed the check; empty: none has."""
+    """A sentence if the log-probabilities of the canary by engine and learner differ by more than rounding explains,
+    else "". `evidence`: sum over the versions so far, this score included, that shows wrong weights above a limit
+    (`added_evidence`). `usual`: `excess` of the engine's last versions that passed the check; empty before the
+    first."""
     largest = float(np.abs(score.scored - score.published).max())
     apart = (
         f"its log-probabilities of the canary are {score.noise:.2g} from the learner's in the mean and {largest:.2g}"
@@ -187,9 +202,11 @@ def has_moved(since: CanaryScore, score: CanaryScore) -> bool:
 
 
 def standstill(since: CanaryScore, score: CanaryScore) -> str:
-    """A sentence if the engine's log-probabilities have not followed the learner's since a reference score, else "".
+    """A sentence if the engine's log-probabilities of the canary have not followed the learner's between the scores
+    `since` and `score`, else "".
 
-    The engine's share is the least-squares slope of its per-token movements over the learner's.
+    The engine follows by a share: the least-squares slope of its changes per token over the learner's. Less than
+    MIN_FOLLOWED_SHARE is refused.
     """
     if not has_moved(since, score):
         return ""
@@ -217,7 +234,7 @@ class WeightLoader:
     """Loads weights into an in-process engine, at once, between two of its steps."""
 
     def __init__(self, engine: Engine, receiver: WeightSource, weight_check: WeightCheck | None = None):
-        """`weight_check`: None to load without a check."""
+        """`receiver`: where the weights come from. `weight_check`: None to load without a check."""
         self.engine = engine
         self.receiver = receiver
         self.weight_check = weight_check
@@ -225,7 +242,7 @@ class WeightLoader:
 
     @property
     def has_pending(self) -> bool:
-        """Whether weights are being loaded, or staged for loading."""
+        """Whether weights are being loaded, or have arrived and wait to be loaded."""
         return self._in_progress is not None or self.receiver.has_staged
 
     @property
@@ -239,11 +256,11 @@ class WeightLoader:
         return self._in_progress[0].version if self._in_progress else None
 
     def load(self) -> float | None:
-        """Load staged weights, or continue loading them; called in every pass of the worker's loop.
+        """Load weights that have arrived, or continue loading them; called in every pass of the worker's loop.
 
-        Returns the time from their announcement until they were loaded (s), or None if no load has finished. An engine
-        that has lost its weights, or fails the weight check, gets them again. Raises WrongWeights after `MAX_FAILURES`
-        consecutive failures.
+        Returns the seconds from the announcement of the weights until they were loaded, or None if no load has finished
+        in this call. An engine that has lost its weights, or fails the weight check, gets them again. Raises
+        WrongWeights after `MAX_FAILURES` consecutive failed checks.
         """
         engine, receiver = self.engine, self.receiver
         if self._in_progress is None and engine.ready:
@@ -292,7 +309,8 @@ class WeightLoader:
             raise check.failure(staged, error) from None
 
     def canary_of(self, staged: StagedWeights) -> Canary | None:
-        """The canary published with the staged weights; None if the weights are not to be checked."""
+        """The canary (text and log-probabilities) that the learner has published with the staged weights; None if there
+        is none, or if the weights are not to be checked."""
         if self.weight_check and staged.canary is None:
             log.warning("the learner has published no canary with %s: nothing is proven", staged.version)
         return staged.canary if self.weight_check else None
@@ -307,8 +325,9 @@ def changes_version(engine: Engine, loaders: Sequence[WeightLoader]) -> bool:
 
 
 class UpdateHold:
-    """Decides how long a worker puts off newer weights, so that an evaluation is of one version: while held-out samples
-    of the engine's version run on the worker, or wait for a worker, and at most for `evaluation.hold_s` seconds.
+    """Decides how long a worker puts off newer weights, so that all held-out samples of an evaluation are of one
+    version. It does so while held-out samples of the engine's version run on the worker, or wait for a worker, but for
+    at most `evaluation.hold_s` seconds.
 
     if hold.holds(engine.version, pending=weights_have_arrived, runs_held_out=...):
         ...  # load nothing
@@ -316,24 +335,26 @@ class UpdateHold:
 
     def __init__(self, config: Config):
         self.hold_s = config.evaluation.hold_s
-        """Longest time for which an update is put off, seconds. A trainer that loads the weights itself fails if an
-        engine has not stopped by `weights.publish_deadline_s`."""
+        """Longest time for which an update is put off, seconds. If a trainer loads the weights itself, it is at most
+        half of `weights.publish_deadline_s`, after which the trainer fails if an engine has not stopped."""
         if not TRANSPORTS.find(config.weights.transport).carries_weights:
             self.hold_s = min(self.hold_s, config.weights.publish_deadline_s / 2)
         self.waiting: Collection[int] = ()
-        """Policy steps at which held-out samples wait for a worker, as the broker last reported."""
+        """Policy steps for which the broker has last reported held-out samples that wait for a worker with that step's
+        weights."""
         self._since: float | None = None
         """Time at which the current update was first put off; None if none is."""
         self.active = False
         """Whether an update is put off, as `holds` last returned."""
 
     def is_awaited(self, version: Version | None) -> bool:
-        """Whether held-out samples wait for a worker with `version`."""
+        """Whether held-out samples of an evaluation wait for a worker with the weights of `version`."""
         return version is not None and version.step in self.waiting
 
     def holds(self, version: Version | None, pending: bool, runs_held_out: bool) -> bool:
-        """Whether an update of an engine with `version` is put off now. `pending`: whether an update waits.
-        `runs_held_out`: whether held-out samples run on the engine."""
+        """Whether a worker should put off, now, the update of an engine that has the weights of `version`. `pending`:
+        whether newer weights wait to be loaded. `runs_held_out`: whether held-out samples of an evaluation run on the
+        engine."""
         if not pending or version is None or not (runs_held_out or self.is_awaited(version)):
             self._since = None
         elif self._since is None:

@@ -48,4 +48,5 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 Environment = Callable[[EnvironmentTurn], Observation | str]
-"""An environment; a returned text is an observation without state."""
+"""Function of a turn that returns the environment's answer: an `Observation`, or a text, which is an observation
+without state."""

@@ -33,17 +33,17 @@ from april.workers.environments.base import Environment, EnvironmentTurn, Observ
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 NO_STATE = msgspec.msgpack.encode(None)
-"""State of an environment that has answered without one."""
+"""The state None, encoded: that of an environment which has answered without a state."""
 
 
 class EnvironmentRules(msgspec.Struct, frozen=True):
-    """Settings shared by all calls of a run: keys of [environment]."""
+    """Settings that hold for all calls of a run; most are keys of [environment]."""
 
     name: str
     timeout_s: float
     memory_mb: int
     traced: bool = False
-    """Whether error texts contain the whole traceback."""
+    """Whether the text of an error has the whole traceback, instead of the error's class and message."""
 
 
 class EnvironmentCall(msgspec.Struct, array_like=True, frozen=True):
@@ -54,7 +54,7 @@ class EnvironmentCall(msgspec.Struct, array_like=True, frozen=True):
     number: int
     complete: bool
     state: bytes
-    """State of the last observation, MessagePack; empty before the first."""
+    """State that the environment returned with its last observation, as MessagePack; empty before the first one."""
     prompt: str
     label: str
 

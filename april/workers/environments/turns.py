@@ -48,14 +48,15 @@ class EnvironmentTurns:
         self.turn_end_token_ids = turn_end_ids(section.turn_ends, tokenizer)
         """Token ids that end a turn; they may also be end-of-text tokens."""
         self.response_stops = frozenset(config.sampling.stop_token_ids)
-        """Token ids that end the response in addition to the tokeniser's end tokens."""
+        """Token ids, set in the configuration, that end the response in addition to the tokeniser's end-of-text
+        tokens."""
         self.stop_token_ids = self.turn_end_token_ids | tokenizer.eos_token_ids | self.response_stops
         """Token ids that end a turn or the response."""
         self.max_tokens = section.max_turn_tokens or math.inf
         rules = EnvironmentRules(section.name, section.timeout_s, section.memory_mb)
         self.pool = EnvironmentPool(section.processes if section.name else 0, rules)
         self._states: dict[int, bytes] = {}
-        """State with which each pending turn was submitted, by key."""
+        """State that the environment had before each turn which waits for its answer, by the `key` of `submit`."""
 
     @property
     def pending(self) -> int:
@@ -64,7 +65,7 @@ class EnvironmentTurns:
 
     @property
     def awaiting_answer(self) -> Collection[int]:
-        """Keys of turns that wait for an answer."""
+        """The `key` (see `submit`) of each turn that waits for the environment's answer."""
         return self._states.keys()
 
     def is_over(self, turn: np.ndarray) -> bool:
@@ -75,7 +76,7 @@ class EnvironmentTurns:
         return last in self.turn_end_token_ids or (len(turn) >= self.max_tokens and last not in self.stop_token_ids)
 
     def remaining_tokens(self, turn: np.ndarray) -> float:
-        """Tokens left in the turn's budget; infinite if turns have no limit of their own."""
+        """Number of tokens that the turn may still get; infinite if turns have no limit of their own."""
         return self.max_tokens - len(turn)
 
     def submit(self, key: int, turn: np.ndarray, number: int, state: bytes, prompt: np.ndarray, label: str) -> None:

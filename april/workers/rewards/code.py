@@ -95,7 +95,8 @@ def parsed(text: str) -> Any:
 
 
 def tests_in(content: Any, around: dict) -> Iterator[Test]:
-    """Tests of a label's content, or of a part of it. `around`: the JSON object that encloses the part."""
+    """The tests in a label's content, a decoded JSON value, or in a part of it. `around`: the JSON object that encloses
+    the part, empty without one. Raises ValueError for content in no known form."""
     if isinstance(content, str):
         function = function_in(around)
         if owner := owner_in(around):
@@ -149,7 +150,8 @@ def tests_of_object(content: dict, around: dict) -> Iterator[Test]:
 
 
 def function_in(columns: dict) -> str:
-    """Name of the function or method under test; empty without one. Raises ValueError."""
+    """Name of the function or method under test; empty if the columns name none. Raises ValueError for a text that is
+    no name."""
     given = named_in(columns)
     name = METHOD.sub("", given)
     if name and not name.isidentifier():
@@ -202,7 +204,8 @@ def pairs_in(content: dict, function: str, owner: str) -> Iterator[Test]:
 
 
 def literal(text: str, or_text: bool = False) -> Any:
-    """The value of one line of JSON, or of a Python literal. `or_text`: any other text is its own value."""
+    """The value of one line of JSON, or of a Python literal. Any other text is returned as it is if `or_text` is set,
+    and otherwise raises ValueError."""
     try:
         return parsed(text)
     except json.JSONDecodeError:
@@ -227,7 +230,7 @@ def lines_of(value: Any) -> str:
 
 BLOCK = re.compile(r"```(python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 LINE_OF_LABEL = re.compile(r'File "label", line (\d+)')
-"""Regular expression for a line of the tests in the judge's traceback."""
+"""Regular expression for a line number of the label's tests in the judge's traceback."""
 NO_PROGRAM = "There is no block of Python in the response."
 HERE = Path(__file__).parent
 IMPORT = re.compile(r"^from april\.workers\.rewards\.plain_values import .*\n", re.MULTILINE)
@@ -289,7 +292,8 @@ def last_block(text: str) -> str | None:
 
 
 def failure(program: str, test: Test, rules: RewardRules) -> str:
-    """How a program fails a test, as feedback; "" if it passes."""
+    """How a program fails a test: a text for the feedback, with input, expected and found output. "" if the program
+    passes."""
     mark = secrets.token_hex(8)
     if isinstance(test, LabelPlan):
         return assertion_failure(program, test, mark, rules)
@@ -307,8 +311,9 @@ def failure(program: str, test: Test, rules: RewardRules) -> str:
 
 
 def assertion_failure(program: str, plan: LabelPlan, mark: str, rules: RewardRules) -> str:
-    """How the assertions fail, "" if they hold; `mark`: random text, unknown to the program, that the judge prints if
-    they hold."""
+    """How the program fails the Python assertions of a label (`plan`): a text for the feedback, "" if they hold.
+    `mark`: random text, unknown to the program, that the judge prints if they hold. Raises Undecided if the program
+    exceeds a limit."""
     questions, asking = os.pipe()
     answers, answering = os.pipe()
     serve = PROGRAM_SIDE + SERVE.format(questions, answering)
@@ -332,7 +337,8 @@ def assertion_failure(program: str, plan: LabelPlan, mark: str, rules: RewardRul
 
 
 def with_prompt(program: str, plan: LabelPlan) -> str:
-    """The prompt's functions and imports, then the program; only the program if it has `from __future__`."""
+    """The program as it is run for Python tests: after the functions and imports of the label's prompt. A program with
+    `from __future__` stands alone."""
     return f"{plan.prompt}\n{program}" if plan.prompt and "from __future__" not in program else program
 
 
@@ -351,8 +357,8 @@ def run_limited(program: str, given: str, rules: RewardRules, entry: str = "") -
 
 NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 TOLERANCE = Decimal("1e-6")
-"""Maximum relative error of a number that is expected with decimals; also the maximum absolute error of a number that
-equals the expected one once rounded to its decimals."""
+"""How far a number may be from an expected one that has decimals: by this share of the expected number, or by this much
+in absolute terms, but then by no more than half a unit of its last decimal."""
 
 
 def is_wanted_text(text: str, wanted: str) -> bool:
@@ -416,7 +422,7 @@ def is_wanted_result(text: bytes, test: CallTest) -> bool:
 
 
 def is_same(value: Any, wanted: Any) -> bool:
-    """Whether two JSON values are equal; numbers are compared as in `is_wanted_text`."""
+    """Whether two values, decoded from JSON, are equal; numbers are compared as in `is_wanted_text`."""
     if isinstance(wanted, list | tuple):
         return isinstance(value, list) and len(value) == len(wanted) and all(map(is_same, value, wanted))
     if isinstance(wanted, dict):

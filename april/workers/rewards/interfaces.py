@@ -32,7 +32,8 @@ class Interface(NamedTuple):
     single: Callable[[Function], Function]
     group: Callable[[Function], Function] | None = None
     names: tuple[str, ...] = ()
-    """Parameters by which a function of that framework is recognised: no other function gets them."""
+    """Names of parameters that only functions of this framework have. A function with one of them and no prefix is
+    refused, with the framework's name."""
 
 
 def adapted(function: Function, prefix: str, as_group: bool) -> Function:
@@ -132,7 +133,7 @@ def verifiers_verifier(function: Function) -> Function:
 
 
 def verifier_of_task(kind: Any) -> Callable[..., tuple[float, dict[str, float]]]:
-    """A verifier that scores with a Task class of `verifiers`, 0.3 or 0.4.
+    """A verifier that scores with a Task class of the package `verifiers`, version 0.3 or 0.4.
 
     Raises LookupError for a class that is not a Task, or whose rewards need the runtime that a task ran in.
     """
@@ -184,7 +185,7 @@ def verifier_of_task(kind: Any) -> Callable[..., tuple[float, dict[str, float]]]
 # --- shared helpers ---------------------------------------------------------------------------------------------------
 
 LABEL_COLUMN_NAMES = ("label", "answer", "solution", "ground_truth", "target")
-"""Names under which a function with `**columns` gets a label that is not an object."""
+"""Keywords under which a function with `**columns` gets the label, if the label is no JSON object of columns."""
 
 
 def columns_in(label: str, needed: Sequence[str], any_name: bool) -> dict[str, Any]:
@@ -206,7 +207,8 @@ def columns_in(label: str, needed: Sequence[str], any_name: bool) -> dict[str, A
 
 
 def parameters_of(function: Function) -> tuple[dict[str, bool], bool]:
-    """(parameter name -> whether it is required, whether the function takes any other keyword)."""
+    """(for each named parameter of a function whether it is required, whether the function takes any other keyword by
+    `**`)."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {p.name: p.default is p.empty for p in named}, any(p.kind is p.VAR_KEYWORD for p in parameters)

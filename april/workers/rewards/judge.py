@@ -109,7 +109,8 @@ class HeldValue:
 
 
 def operate(name, *operands):
-    """The value of an operator, at least one of whose operands is a handle."""
+    """The result of an operator, such as "eq" or "add" (`name`), at least one of whose operands is a handle
+    (`HeldValue`)."""
     handles = [each for each in operands if type(each) is HeldValue]
     own = any(handle._judge_origin == OWN for handle in handles)
     if name in COMPARISONS and len(handles) == 1 and not own:
@@ -161,8 +162,9 @@ STOPPED: dict[Any, Any] = {
     kind: type(kind.__name__, (Exception,), {"value": property(lambda self: (*self.args, None)[0])})
     for kind in (StopIteration, StopAsyncIteration)
 }
-"""StopIteration and StopAsyncIteration -> the stand-in raised if one comes out of the program: the original would end a
-loop, or a built-in like `all`, as if all was well. Tests catch it under the original's name, see `StopCatcher`."""
+"""StopIteration and StopAsyncIteration -> the stand-in that is raised in a test if the program raises one of them. The
+original would end a loop, or a built-in like `all`, as if all was well. Tests catch the stand-in under the original's
+name, see `StopCatcher`."""
 NAMES_OF_STOPS = {kind.__name__: f"_program_{kind.__name__}" for kind in STOPPED}
 CATCHING = {"raises", "assertRaises", "assertRaisesRegex", "isinstance", "issubclass", "suppress"}
 NEXT = next
@@ -197,19 +199,20 @@ def is_exception(node):
 
 
 def both(node):
-    """The expression; if it is a name in STOPPED, also the name of its stand-in."""
+    """A list of `node` and, if `node` is a name in STOPPED, of the name of its stand-in."""
     name = NAMES_OF_STOPS.get(getattr(node, "id", ""))
     return [node, ast.Name(name, ast.Load())] if name else [node]
 
 
 def caught(node):
-    """Syntax tree of the exceptions that a test catches, with the stand-in of each name of STOPPED added."""
+    """The expression `node`, an exception or a tuple of exceptions that a test catches, with the stand-in of each name
+    of STOPPED added."""
     kinds = [each for element in (node.elts if isinstance(node, ast.Tuple) else [node]) for each in both(element)]
     return kinds[0] if len(kinds) == 1 else ast.Tuple(kinds, ast.Load())
 
 
 def compiled(source, name):
-    """Compiled code of tests, as StopCatcher has rewritten them."""
+    """Compiled code of the tests in `source`, as StopCatcher has rewritten them. `name`: file name for tracebacks."""
     if not any(kind in source for kind in NAMES_OF_STOPS):
         return compile(source, name, "exec")
     return compile(ast.fix_missing_locations(StopCatcher().visit(ast.parse(source))), name, "exec")
@@ -227,7 +230,7 @@ def next_of(iterator, *default):
 
 class Judge:
     """Runs a label's assertions. `plan`: which of the label's names are the program's, and which tests are to be run;
-    see `LabelPlan` of `python_tests.py`."""
+    see `LabelPlan` of `python_tests.py`. `questions`, `answers`: streams to and from the program's process."""
 
     def __init__(self, plan, questions, answers):
         self.plan, self.questions, self.answers = plan, questions, answers
@@ -240,14 +243,15 @@ class Judge:
     # --- the program --------------------------------------------------------------------------------------------
 
     def name(self, name):
-        """The program's object of that name. Raises KeyError if it has none."""
+        """The object that the program's globals have under that name. Raises KeyError if there is none."""
         found = self.ask("name", name)
         if type(found) is HeldValue and name in self.plan["classes"]:
             self.classes.add(found._judge_number)
         return found
 
     def ask(self, operation, /, *arguments, **named):
-        """Let the program's process do an operation, and return the result."""
+        """Have the program's process do an operation of `program_side.OPERATIONS`, such as "call" or "getattr", on
+        `arguments`; return its result, or raise the exception that the program raised."""
         handles = [each for each in (*arguments, *named.values()) if type(each) is HeldValue]
         if operation not in OPERATORS and any(handle._judge_origin == DERIVED for handle in handles):
             raise TypeError("a test takes nothing of what an operator with a plain value returned")
@@ -277,8 +281,9 @@ class Judge:
             raise ProgramLost from None
 
     def error(self, kind, text, arguments, number):
-        """The exception that stands for one which the program raised. `kind`, `arguments`: JSON of its class and of its
-        arguments. `text`: its message. `number`: that of its object, held in the program's process."""
+        """The exception to raise in a test for one that the program raised. `kind`, `arguments`: JSON of the class and
+        of the arguments of the program's exception. `text`: its message. `number`: that of the exception object, held
+        in the program's process."""
         kind, arguments = self.unpack(kind), tuple(map(self.unpack, arguments))
         if kind is SystemExit:
             return SystemExit(*arguments)
@@ -402,7 +407,8 @@ class Judge:
 
 
 def cases_of(test):
-    """Arguments of each call of a test function; several if pytest parametrizes it."""
+    """Keyword arguments of each call of a test function: one empty dictionary, or several if pytest parametrizes the
+    function."""
     cases: list[dict] = [{}]
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":
@@ -416,7 +422,7 @@ def cases_of(test):
 
 
 def finish(result):
-    """Run a coroutine to its end, if a test has returned one."""
+    """If a test has returned a coroutine, run it to its end; any other `result` is ignored."""
     if hasattr(result, "cr_frame"):
         importlib.import_module("asyncio").run(result)
 
@@ -438,8 +444,8 @@ def run_class(kind):
 
 
 def with_attributes(plain, handle):
-    """The plain value as an instance of a subclass, whose further attributes are those of the program's object
-    (`handle`). The judge compares the plain value, in its own process."""
+    """The plain value as an instance of a subclass of its class. Attributes that its class lacks are those of the
+    program's object (`handle`). The judge compares the plain value itself, in its own process."""
     base = type(plain)
     if base not in (int, float, str, tuple, list, dict, set, frozenset):
         return plain

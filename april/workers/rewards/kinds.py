@@ -44,7 +44,7 @@ def are_opposed(label: str, answer: str) -> bool:
 
 
 def have_opposites(one: set[str], other: set[str]) -> bool:
-    """Whether two sets of words have different words of one pair of opposites."""
+    """Whether the two sets hold different words of the same pair of OPPOSITES, such as "left" and "right"."""
     pairs = ((pair & one, pair & other) for pair in OPPOSITES)
     return any(first and second and first.isdisjoint(second) for first, second in pairs)
 

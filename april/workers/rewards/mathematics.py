@@ -44,7 +44,7 @@ TEXT_LABEL = re.compile(r"[\w\s.,:;'/-]+")
 BETWEEN_BOXES = re.compile(
     r"(?:[\s$&]|\\[()\[\]]|\\q?quad|\\text\s*\{|\}|[a-zA-Z]\s*=|(?P<joined>[,;]|\b(?:and|or)\b))*"
 )
-"""Regular expression for what stands between two boxes that give one answer together, as in "1 and 2"."""
+"""Regular expression for the text between two boxes that together give one answer, such as the word "and"."""
 
 Detailed = tuple[float, dict[str, float]]
 
@@ -53,8 +53,8 @@ Detailed = tuple[float, dict[str, float]]
 def math(response: str, label: str, finish_reason: str) -> Detailed:
     """1.0 iff the answer is equivalent to the label.
 
-    The answer is the last box after the reasoning; without a box it is what the library finds in that text, such as a
-    formula after "the answer is".
+    The answer is the last box after the reasoning. Without a box it is what the library `math-verify` finds in the text
+    after the reasoning, such as a formula after "the answer is".
     """
     text = after_thinking(response)
     answer = boxed_answer(text)
@@ -115,8 +115,9 @@ def boxed_answer(text: str) -> str | None:
 def equivalent(label: str, answer: str, whole: bool = True) -> bool:
     """Whether an answer is equivalent to the label.
 
-    `whole`: the answer is the content of a box; otherwise a text in which the library looks for the answer. Raises
-    ValueError for a label that cannot be read, Undecided for an answer at which the library fails.
+    `whole`: whether the answer is the content of a box; otherwise it is a text in which the library `math-verify` looks
+    for the answer. Raises ValueError for a label that cannot be read, Undecided for an answer at which the library
+    fails.
     """
     gold = parsed_label(label)
     if len(answer) > ANSWER_CHARACTERS:
@@ -149,8 +150,9 @@ def depth(text: str) -> int:
 
 
 def compared_by_units(label: str, answer: str, found: str) -> bool | None:
-    """Whether label and answer are equal, if one of them has a unit; None if the library has to compare them as they
-    are. `found`: what the library found in an answer that is a text; empty for the content of a box."""
+    """Whether label and answer are equal, if one of them has a unit of measurement; None if they have to be compared by
+    the library `math-verify` as they are. `found`: what this library found in an answer that is a text; empty for the
+    content of a box."""
     wanted, given = measured(label), unit_behind(found, answer) if found else measured(answer)
     if wanted and given:
         if wanted.contradicts(given):
@@ -186,7 +188,8 @@ def label_text(label: str) -> str:
 
 
 def read_whole(answer: str) -> list[Any]:
-    """The answer as the library's expressions, if all of it is TeX that the library understands; else as a string."""
+    """The answer as expressions of the library `math-verify`, if all of it is TeX that this library understands;
+    otherwise as a string."""
     from math_verify import LatexExtractionConfig, parse
 
     latex = LatexExtractionConfig(boxed_match_priority=0)
@@ -224,12 +227,14 @@ POINTS = re.compile(r"(\\angle|\\triangle|\\overline)?\s*\{?\s*([A-Z]{2,})\s*\}?
 """Regular expression for the name of a segment, an angle or a figure."""
 GROUPS = re.compile(r"\{[^{}]*\}")
 EQUATION = re.compile(r"(?=[^=<>]*[A-Za-z])[^=<>]*[\w)]\s*[+-][^=<>]*=")
-"""Regular expression for an equation with a sum of unknowns on its left; its right side alone is another answer."""
+"""Regular expression for a label that is an equation with a sum of unknowns on its left, such as x + y = 1. An answer
+that gives only the right side is wrong."""
 FUNCTIONS = re.compile(r"\b(?:a?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|frac|pi)\b")
 
 
 def compared_as_text(label: str, answer: str) -> bool | None:
-    """Whether two texts are equal, if they are words or numbers in a base; None if the library has to compare them.
+    """Whether label and answer are equal, if this can be told from their texts, as for words, times or numbers in a
+    base; None if they have to be compared by the library `math-verify`.
 
     The library reads a word as the product of its letters, and does not read the base of a number.
     """
@@ -309,8 +314,8 @@ def value_in_base(digits: str, base: str) -> int | None:
 # --- expressions --------------------------------------------------------------------------------------------------
 
 TINY = 1e-3
-"""Numbers below are scaled up before they are compared: the library rounds to six decimals, and treats smaller ones as
-0."""
+"""Numbers below this are scaled up before they are compared: the library `math-verify` rounds to six decimals, and
+treats smaller ones as 0."""
 
 
 def complex_unit(value: Any) -> Any:

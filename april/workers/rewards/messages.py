@@ -13,7 +13,7 @@ OVER_LIMIT = "over_limit"
 
 
 class RewardPart(msgspec.Struct, frozen=True):
-    """The keys of a [reward.part.NAME]."""
+    """The keys of a [reward.part.NAME], one summand of the reward (`april.workers.rewards.parts`)."""
 
     verifier: str = ""
     weight: float = 1.0
@@ -31,7 +31,7 @@ class RewardRules(msgspec.Struct, frozen=True):
     overlong_buffer_tokens: int = 0
     overlong_penalty: float = 1.0
     max_response_tokens: int = 0
-    """Longest response of the run (tokens)."""
+    """Maximum number of tokens of a response in this run."""
     format_pattern: str = ""
     format_penalty: float = 0.0
     url: str = ""
@@ -43,15 +43,16 @@ class RewardRules(msgspec.Struct, frozen=True):
     over_limit: str = "wrong"
     """Outcome of a response that its verifier cannot decide within its limits: "failed" (no reward) or "wrong"."""
     has_sessions: bool = False
-    """Whether responses are sessions of agents, to which verifiers give no token scores."""
+    """Whether responses are sessions of agents, which get no token scores (numbers for each token) from verifiers."""
     name: str = ""
-    """The run's verifier (`reward.name`). Only its responses have a reward composed of `parts`."""
+    """The run's verifier (`reward.name`). Rewards are composed of `parts` only for responses that it scores; a row of
+    the dataset may name another verifier."""
     parts: dict[str, RewardPart] = {}
     feedback: int = 0
-    """Longest feedback of a verifier that is kept (characters); 0 keeps none, as where the run's algorithm does not
-    show feedback to the policy."""
+    """Maximum number of characters kept of the text that a verifier gives beside a reward. 0 keeps none, as in a run
+    whose algorithm does not show such text to the policy."""
     traced: bool = False
-    """Whether error texts contain the whole traceback."""
+    """Whether the text of an error has the whole traceback, instead of the error's class and message."""
 
 
 class Undecided(RuntimeError):
@@ -70,16 +71,17 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     tokens: int = 0
     """Length of the response (tokens)."""
     state: bytes = b""
-    """Final state of the response's environment, MessagePack; empty without an environment."""
+    """State that the environment returned last in this response, as MessagePack; empty without an environment."""
     timeouts: int = 0
-    """How often the item has exceeded the time limit so far."""
+    """How often a verifier process has exceeded the time limit with this item so far."""
     row_prompt: str = ""
-    """The prompt as the row has it, JSON: a text or chat messages. Empty where it is unknown or unused."""
+    """The prompt as the dataset row has it, as JSON: a text or chat messages. Empty if it is unknown or the verifier
+    does not use it."""
     turns: int = 0
     """Number of turns that the policy has taken in the response; 0 if unknown."""
     budget: int = 0
-    """Most tokens of this response; 0: the run's `max_response_tokens`. The overlong penalty's buffer ends at this
-    budget."""
+    """Maximum number of tokens of this response; 0 stands for the run's `max_response_tokens`. The overlong penalty
+    reaches its full size at this length."""
 
 
 class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -100,12 +102,13 @@ class Score(msgspec.Struct, array_like=True, frozen=True, tag=True):
     details: dict[str, float] = {}
     """Named numbers that a verifier returns in addition to the reward, such as its parts."""
     token_scores: dict[str, bytes] = {}
-    """Named columns that a verifier returns beside the reward, float32: a number for each token of the response, or for
-    each turn."""
+    """Numbers that a verifier gives beside the reward, by name: float32 bytes, with one number for each token of the
+    response or for each turn of the policy."""
     feedback: str = ""
     """Text that a verifier gives in addition to the reward; "" for none."""
     forks: list[dict[str, bytes]] = []
-    """For an agent's session, in place of `token_scores`: the columns of each fork that a teacher has scored."""
+    """For an agent's session, in place of `token_scores`: for each fork (trajectory of the session) that a teacher has
+    scored, its numbers by name, as float32 bytes."""
 
 
 class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -114,12 +117,13 @@ class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
     key: int
     scores: list[Score]
     forks: list[dict[str, bytes]] = []
-    """For agents' sessions: the columns of each fork that a teacher has scored, session by session."""
+    """For agents' sessions: for each fork (trajectory of a session) that a teacher has scored, its numbers by name, as
+    float32 bytes; the first session's forks come first."""
 
 
 def feedback_in(given: Mapping[str, Any]) -> str:
-    """The text that a verifier gives under the name `feedback`; "" without one. Raises TypeError for a value that is
-    neither text nor a number; a number is a detail like others."""
+    """The text that a verifier gives under the name `feedback`; "" if there is none, or if it is a number, which is a
+    detail like others. Raises TypeError for any other value."""
     said = given.get(FEEDBACK)
     if not (said is None or isinstance(said, str | Real)):
         raise TypeError(f"gave feedback {said!r:.80}, which is no text; give text, or leave it out")
@@ -127,7 +131,8 @@ def feedback_in(given: Mapping[str, Any]) -> str:
 
 
 BatchVerifier = Callable[[list[Item], RewardRules], list[Score]]
-"""A verifier that scores several items in one call, with access to the run's rules."""
+"""A verifier that scores several items in one call: function (items, the run's rules) -> a score for each item, in
+order."""
 
 
 AnyVerifier = TypeVar("AnyVerifier", bound=Callable[..., Any])

@@ -18,13 +18,14 @@ Details = Mapping[str, float]
 
 
 def parts_of(verifier: str, rules: RewardRules) -> dict[str, RewardPart]:
-    """The parts of a response's reward; none for one that is scored by another verifier than the run's."""
+    """The parts of which a response's reward is composed. Empty if the response is scored by another verifier than the
+    run's (`reward.name`): then that verifier's reward counts."""
     return rules.parts if verifier == rules.name else {}
 
 
 def asked_verifiers(verifier: str, rules: RewardRules) -> dict[str, str]:
-    """Verifier to call for each part of a response's reward, by the part's name. The name "" stands for the response's
-    own verifier, which is left out if no part needs it."""
+    """The verifiers to call for a response: name of a part of its reward -> name of the part's verifier. The key ""
+    stands for the response's own verifier, which is left out if no part needs it."""
     parts = parts_of(verifier, rules)
     is_asked = not parts or any(not part.verifier and name not in PENALTIES for name, part in parts.items())
     own = {"": verifier} if is_asked else {}
@@ -32,14 +33,15 @@ def asked_verifiers(verifier: str, rules: RewardRules) -> dict[str, str]:
 
 
 def scored_in_batches(verifier: str, rules: RewardRules) -> bool:
-    """Whether each verifier that is called for a response takes many responses in one call, so that the time of a call
-    does not grow with them."""
+    """Whether each verifier that is called for a response takes many responses in one call; scoring many then takes
+    hardly longer than scoring one."""
     return all(map(in_batches, asked_verifiers(verifier, rules).values()))
 
 
 def joined(columns: Mapping[str, Sequence[Score]], items: Sequence[Item]) -> list[Score]:
-    """One score for each item: that of the item's own verifier, with the rewards of the parts' verifiers as details, or
-    an error if one of them is an error. `columns`: for each name in `asked_verifiers`, the scores of all items."""
+    """One score for each item: the score by its own verifier, with the rewards of the parts' verifiers as details. If
+    one of these scores is an error, the item's score is that error. `columns`: for each key of `asked_verifiers`, the
+    scores of all items."""
     own = columns.get("") or [Score(item.key, 0.0) for item in items]
     given = {name: scores for name, scores in columns.items() if name}
     return [
@@ -49,8 +51,9 @@ def joined(columns: Mapping[str, Sequence[Score]], items: Sequence[Item]) -> lis
 
 
 def with_part(score: Score, part: tuple[str, Score]) -> Score:
-    """The score with the reward of a part's verifier as a further detail; details that the score has are kept. If one
-    of the two scores is an error, that error. `part`: (name of the part, score by its verifier)."""
+    """`score`, with the reward that a part's verifier gave as a further detail; details that `score` already has are
+    not replaced. If one of the two scores is an error, that error. `part`: (name of the part, score by its
+    verifier)."""
     name, given = part
     if score.reward is None or given.reward is None:
         return given if given.reward is None else score
@@ -62,10 +65,11 @@ def with_part(score: Score, part: tuple[str, Score]) -> Score:
 def combined(
     reward: float, details: Details, penalties: Details, parts: Mapping[str, RewardPart]
 ) -> tuple[float, dict[str, float]]:
-    """The reward of a response, and its details with the value of each part.
+    """The reward of a response as the weighted sum of its parts, and its details with the value of each part.
 
-    `reward` and `details` are those of its verifiers. A penalty that is no part is added to the weighted sum; the
-    detail `base` is the reward without penalties. Raises LookupError for a part that no verifier gave.
+    `reward`, `details`: those that the verifiers gave. `penalties`: numbers, at most 0, by name; one that is not a part
+    is added with weight 1. If there is a penalty, the detail `base` is the reward without penalties. Raises LookupError
+    for a part that no verifier gave.
     """
     given = dict.fromkeys(PENALTIES, 0.0) | {OWN_REWARD: reward} | dict(details) | dict(penalties)
     if missing := next((name for name in parts if name not in given), None):

@@ -30,7 +30,8 @@ SPELLED: dict[str, Any] = {
     "range": (range, lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
     "slice": (slice, lambda s: [s.start, s.stop, s.step], lambda parts: slice(*parts)),
 }
-"""Plain classes: name -> (class, function to JSON, function from JSON). A class stands before its base class."""
+"""Classes of plain values, with their encoding in JSON: name -> (class, function from a value to JSON, function from
+JSON to a value). A class stands before its base class."""
 CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 MAPPINGS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}
 EXACT_INTEGER = 1 << 53
@@ -40,10 +41,11 @@ sys.set_int_max_str_digits(0)
 
 
 def pack(value, foreign, derived=lambda value, plain: plain):
-    """Encode a value for JSON.
+    """Encode a value for JSON; returns what `json.dumps` takes.
 
-    `foreign(value)` returns the JSON of a value that is not plain, and `derived(value, plain)` that of an instance of a
-    subclass, given the JSON of the same value as an instance of its built-in base class.
+    Two functions return the JSON of other values. `foreign(value)`: of a value of no plain class. `derived(value,
+    plain)`: of an instance of a subclass of a plain class, where `plain` is the JSON of the same value in the plain
+    class.
     """
     kind: Any = type(value)
     if value is None or kind in (bool, str, float) or (kind is int and abs(value) < EXACT_INTEGER):
@@ -60,8 +62,8 @@ def pack(value, foreign, derived=lambda value, plain: plain):
 
 
 def encode(value, kind, packed):
-    """JSON of a plain value, or of an instance of a subclass as its base class; None for any other value. `kind`: class
-    of the value. `packed(item)`: JSON of a contained value."""
+    """JSON of a value of a plain class, or of a subclass, whose instance is encoded as one of the plain class; None for
+    any other value. `kind`: class of the value. `packed(item)`: returns the JSON of an item of a container."""
     for name, (plain, to_json, _) in SPELLED.items():
         if issubclass(kind, plain):
             return {name: to_json(value)}
@@ -75,8 +77,8 @@ def encode(value, kind, packed):
 
 
 def numpy_json(value, kind, packed, derived):
-    """JSON of a NumPy array, or of a NumPy scalar as a plain number. `kind`, `packed`: as for `encode`. `derived`: as
-    for `pack`."""
+    """JSON of a NumPy array; a NumPy scalar is encoded as a plain number. `kind`: class of the value. `packed(item)`:
+    returns the JSON of a contained value. `derived`: as for `pack`."""
     if kind.__name__ != "ndarray":
         return derived(value, packed(value.item()))
     return {"array": [value.dtype.str, list(value.shape), packed(value.ravel().tolist())]}
@@ -87,7 +89,8 @@ def plain_class(name):
 
 
 def unpack(value, foreign):
-    """Decode a value from JSON. `foreign(kind, content)` returns the value of JSON that describes no plain value."""
+    """Decode a value from JSON. `foreign(kind, content)`: returns the value that the JSON object {kind: content} stands
+    for, if it describes no plain value, such as a handle."""
     if not isinstance(value, dict):
         return value
     [(name, content)] = value.items()
@@ -117,7 +120,8 @@ def send(stream, message):
 
 
 def receive(stream):
-    """The next message. Raises EOFError at the end of the stream, ValueError for a message too long or not JSON."""
+    """The next message in a stream of lines of JSON. Raises EOFError at the end of the stream, ValueError for a message
+    that is too long or not JSON."""
     line = stream.readline(LONGEST_LINE)
     if not line:
         raise EOFError("the other side has ended")

@@ -49,7 +49,8 @@ from april.workers.rewards.verifiers import find_verifier, right_response
 
 
 def shape(reward: float, details: dict[str, float], item: Item, rules: RewardRules) -> tuple[float, dict[str, float]]:
-    """The shaped reward and its details; if a penalty is configured, they include `base`, the verifier's own reward."""
+    """The reward with the configured parts and penalties, and its details. If a penalty is configured, the details
+    include `base`, the reward without penalties."""
     penalties = dict[str, float]()
     if rules.overlong_buffer_tokens:
         penalties["overlong"] = overlong(item, rules)
@@ -64,8 +65,9 @@ def shape(reward: float, details: dict[str, float], item: Item, rules: RewardRul
 
 
 def overlong(item: Item, rules: RewardRules) -> float:
-    """Overlong penalty: 0 before the buffer at the end of the budget, then linear to -`overlong_penalty` at the budget
-    (soft overlong punishment, arXiv 2503.14476, equation 13)."""
+    """Penalty for a response that is almost as long as its maximum (soft overlong punishment, arXiv 2503.14476,
+    equation 13). It is 0 up to `overlong_buffer_tokens` before the maximum, and falls linearly from there to
+    -`overlong_penalty` at the maximum."""
     beyond = item.tokens - ((item.budget or rules.max_response_tokens) - rules.overlong_buffer_tokens)
     return -rules.overlong_penalty * min(1.0, max(0.0, beyond / rules.overlong_buffer_tokens))
 
@@ -107,8 +109,8 @@ def main(limit_s: float) -> None:
 
 
 def answers_to(batch: list[Item | GroupItem], rules: RewardRules) -> tuple[Sequence[Score | GroupScore], bool]:
-    """(answers to a batch, whether memory ran out). A process that ran out of memory has to end, since it may never
-    release it."""
+    """(scores of a batch of items, whether memory ran out). If it did, the process has to end, since it may never
+    release the memory."""
     first = batch[0]
     items = first.items if isinstance(first, GroupItem) else [item for item in batch if isinstance(item, Item)]
     try:
@@ -157,7 +159,8 @@ class ItemReader:
         return batch
 
     def _has(self, verifier: str) -> bool:
-        """Whether the next item has arrived and can join a batch of this verifier; does not wait."""
+        """Whether the next item has arrived already and can be scored in one call with items of this verifier; does not
+        wait."""
         while not self._items and self._arrived.poll(0):
             if not self._read():
                 return False
@@ -176,8 +179,9 @@ class ItemReader:
 
 
 def verify(items: list[Item], rules: RewardRules, timeouts: int = 0) -> list[Score]:
-    """Score items that have the same verifier, by it and by those of the reward's parts. If a call has exceeded
-    `timeouts` time limits before, nothing is called, and each item gets the score of an undecided response.
+    """Score items that have the same verifier, by this verifier and by those of the reward's parts. `timeouts`: how
+    often these items have exceeded the time limit before; if at all, no verifier is called, and each item gets the
+    score of an undecided response.
 
     Raises MemoryError.
     """
@@ -210,12 +214,13 @@ def print_traceback_once(name: str, error: Exception) -> None:
 
 
 def undecided(item: Item, rules: RewardRules, why: str, timeouts: int = 0) -> Score:
-    """Score of a response that its verifier cannot decide within its limits: the verifier's attribute `wrong`, or 0.
-    The verifier of each part of the reward counts in the same way.
+    """Score of a response that its verifier cannot decide within its limits. Its reward is the attribute `wrong` of the
+    verifier, or 0 without one, and so is that of each verifier of the reward's parts. `why`: the limit that was
+    reached, for the text of the feedback or error.
 
     It is an error instead if `reward.over_limit` is "failed", or if `wrong` is None, as for a remote reward model,
-    where the limit says nothing about the response. After two timeouts the format search may be the cause: it is
-    skipped, and the format counts as missing.
+    where the limit says nothing about the response. From two `timeouts` on the search for `format_pattern` may be the
+    cause: it is skipped, and the format counts as missing.
     """
     asked = {"": item.verifier} | asked_verifiers(item.verifier, rules)
     wrong = {part: getattr(VERIFIERS.find(name), "wrong", 0.0) for part, name in asked.items()}
@@ -228,14 +233,15 @@ def undecided(item: Item, rules: RewardRules, why: str, timeouts: int = 0) -> Sc
 
 
 def group_answer(group: GroupItem, scores: list[Score]) -> Score | GroupScore:
-    """The answer to a group: all rewards, or the first error."""
+    """The answer to a group's item: a `GroupScore` with the scores of all responses, or a `Score` with the first
+    error."""
     error = next((score.error for score in scores if score.error), None)
     return Score(group.key, None, error) if error else GroupScore(group.key, scores)
 
 
 def validated(score: Score, item: Item, rules: RewardRules) -> Score:
-    """The shaped score; an error if `score_objection` refuses the reward or a detail (not a finite number, or too
-    large) before or after shaping."""
+    """The score with the configured parts and penalties applied to its reward. It is an error if, before or after that,
+    `score_objection` refuses the reward or a detail (not a finite number, or too large)."""
     error = score.error or score_objection(score.reward, score.details) or token_score_objection(score, item, rules)
     if not error and score.reward is not None:
         counted = {OVER_LIMIT: 0.0} if rules.over_limit == "wrong" else {}

@@ -20,7 +20,8 @@ OPERATIONS: dict[str, Any] = {
     "call": lambda function, /, *arguments, **named: function(*arguments, **named),
     "await": lambda awaitable: __import__("asyncio").run(awaited(awaitable)),
 }
-"""Operations of a judge on an object of the program: name -> function."""
+"""What a judge can have this process do with an object of the program: name of the operation -> function that does
+it."""
 
 
 async def awaited(awaitable):
@@ -28,7 +29,8 @@ async def awaited(awaitable):
 
 
 class OfTheTest:
-    """Stand-in for a function, an iterator or an object that a test gives to the program."""
+    """Stand-in, in the program's process, for a function, an iterator or an object that a test has passed to the
+    program."""
 
     def __init__(self, ask, number, name):
         vars(self).update(_ask=ask, _number=number, __name__=name)
@@ -50,7 +52,8 @@ class OfTheTest:
 
 
 class ProgramSide:
-    """Answers the judge's questions with objects of the program. `names`: the program's globals."""
+    """Answers the judge's questions with objects of the program. `names`: the program's globals. `questions`,
+    `answers`: streams from and to the judge."""
 
     def __init__(self, names, questions, answers):
         self.names, self.questions, self.answers = names, questions, answers
@@ -81,9 +84,9 @@ class ProgramSide:
             send(self.answers, ["raised", self.pack(type(error)), text, arguments, self.hold(error)])
 
     def ask(self, operation, number, arguments, named):
-        """Let the judge use the object of this `number`, which a test gave to the program, and return the result; the
-        judge may ask questions meanwhile. `operation`: as for the judge's `answer`. `arguments`, `named`: those of the
-        operation."""
+        """Have the judge do an operation with an object that a test has passed to the program, and return the result;
+        meanwhile the judge may ask questions. `operation`: "call", "next", "getattr" or "setattr". `number`: that of
+        the object. `arguments`, `named`: arguments of the operation."""
         packed = [list(map(self.pack, arguments)), {name: self.pack(value) for name, value in named.items()}]
         send(self.answers, ["asks", operation, number, *packed])
         while (message := receive(self.questions))[0] not in ("gives", "raises"):

@@ -27,7 +27,8 @@ def called_in(node: ast.AST) -> set[str]:
 
 
 def free_names(source: str, bound: bool = False) -> set[str]:
-    """Names that a module uses and does not bind; with `bound`, those that it binds instead."""
+    """Names that a module uses without binding them, so that they come from elsewhere. With `bound`, the names that it
+    binds."""
     used, assigned, tables = set(), set(), [symtable.symtable(source, "label", "exec")]
     while tables:
         table = tables.pop()
@@ -40,7 +41,8 @@ def free_names(source: str, bound: bool = False) -> set[str]:
 
 
 def statements_of(node: ast.stmt, any_method: bool = False) -> list[ast.stmt]:
-    """Statements in a function's body; for a class, those of its methods, if one is a test or `any_method` is set."""
+    """Statements in a function's body. For a class, those in the bodies of all its methods, if one of these is a test
+    or `any_method` is set; otherwise none."""
     if isinstance(node, Function):
         return node.body
     methods = [each for each in getattr(node, "body", []) if isinstance(each, Function) and not is_skipped(each)]
@@ -49,7 +51,8 @@ def statements_of(node: ast.stmt, any_method: bool = False) -> list[ast.stmt]:
 
 
 def names_from_program(node: ast.AST) -> set[str]:
-    """Names that an import of the program binds."""
+    """Names that the import statement `node` binds if it imports the program under test (one of PROGRAM_MODULES);
+    otherwise none."""
     if isinstance(node, ast.ImportFrom) and node.module in PROGRAM_MODULES:
         return {alias.asname or alias.name for alias in node.names} - {"*"}
     if isinstance(node, ast.Import):
@@ -77,7 +80,8 @@ def flow(node: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
 
 
 def operands_of(node: ast.AST) -> list[ast.expr]:
-    """Operands that an assertion compares."""
+    """The operands that an assertion compares: those of an `assert` statement, or the arguments of an assertion call.
+    Empty for any other node."""
     if isinstance(node, ast.Call):
         return node.args if is_assertion_call(node) else []
     if not isinstance(node, ast.Assert):
@@ -89,7 +93,8 @@ def operands_of(node: ast.AST) -> list[ast.expr]:
 
 
 def is_assertion_call(call: ast.Call) -> bool:
-    """Whether a call is an assertion of unittest, pytest or numpy, or ends the test with a status."""
+    """Whether a call is an assertion of unittest, pytest or numpy, by its name: it begins with `assert` or `fail`, or
+    is `raises`."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     return name.startswith(("assert", "fail")) or name == "raises"
 
@@ -122,7 +127,8 @@ def header_of(node: ast.stmt) -> ast.AST:
 
 
 def blocks_of(node: ast.stmt, tree: ast.Module) -> list[list[ast.stmt]]:
-    """Blocks of statements nested in a statement that may run, and whose failed assertions it does not catch."""
+    """Blocks of statements nested in the statement `node`, as lists, that may be executed and whose failed assertions
+    `node` does not catch. `tree`: the module."""
     if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Constant) and not node.test.value:
         return [node.orelse]
     if isinstance(node, ast.For | ast.AsyncFor) and is_empty(node.iter, tree):
@@ -139,7 +145,8 @@ def blocks_of(node: ast.stmt, tree: ast.Module) -> list[list[ast.stmt]]:
 
 
 def is_empty(node: ast.expr, tree: ast.Module) -> bool:
-    """Whether an expression is an empty literal, or a name that is only ever bound to one."""
+    """Whether an expression is an empty literal, such as [], or a name whose only use besides this one is to be
+    assigned an empty literal. `tree`: the module."""
     if isinstance(node, ast.Name):
         values = [each.value for each in ast.walk(tree) if isinstance(each, ast.Assign)
                   and any(getattr(target, "id", "") == node.id for target in each.targets)]  # fmt: skip

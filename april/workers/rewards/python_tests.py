@@ -55,7 +55,8 @@ class LabelPlan(NamedTuple):
     classes: list[str]
     """The program's classes whose instances the tests use as objects, so that operators are those of the class."""
     tests: dict[str, bool]
-    """Functions and classes that the source defines and does not call -> whether they take the candidate."""
+    """Functions and classes that the source defines and does not call -> whether they take `candidate`, the function
+    under test, as their argument."""
 
 
 BUILTINS = frozenset(dir(builtins))
@@ -166,7 +167,8 @@ class LabelReader:
     # --- names --------------------------------------------------------------------------------------------------
 
     def spread(self, tainted: set[str]) -> set[str]:
-        """Names whose values may come from the program. `tainted`: the names for which this is certain."""
+        """All names of the tests whose values may depend on the program under test, found by the flow of data.
+        `tainted`: the names for which this is known beforehand."""
         tainted = tainted | {node.arg for node in self.nodes if isinstance(node, ast.arg)}
         size = -1
         while size < len(tainted):
@@ -189,7 +191,8 @@ class LabelReader:
         return self.names_within[node]
 
     def subjects(self, eligible: set[str]) -> set[str]:
-        """Functions under test among names that are also a built-in's or in the standard library (`eligible`).
+        """Names in `eligible` that mean functions of the program under test. Each also names a built-in, or something
+        in the standard library.
 
         The program's function replaces the other one only if the tests use it in no other way than these: as the
         outermost call of the tested operand, in an assertion that depends on nothing else of the program; as a call
@@ -216,7 +219,7 @@ class LabelReader:
         return self.tested & eligible - {use.id for use in uses if id(use) not in under_test - elsewhere}
 
     def uses_in(self, node: ast.AST) -> list[ast.Name]:
-        """Names in an expression, and in the values that are assigned to its variables."""
+        """All uses of names in an expression, in the expressions that the tests assign to these names, and so on."""
         found, seen = names_of(node), set[str]()
         for each in found:
             if each.id not in seen:
@@ -225,12 +228,14 @@ class LabelReader:
         return found
 
     def is_expected(self, name: str) -> bool:
-        """Whether a name is a built-in or in the standard library, and an assertion compares it with the candidate."""
+        """Whether `name` is a built-in or in the standard library, and an assertion compares `candidate`, the function
+        under test, with it. Such a built-in gives the expected result."""
         known = name in self.standard | BUILTINS
         return known and any({"candidate", name} <= self.compared(node) for node in self.nodes)
 
     def compared(self, node: ast.AST) -> set[str]:
-        """Names in the operands that an assertion compares."""
+        """Names in the operands that the assertion `node` compares, directly or by values assigned to variables; empty
+        if `node` is no assertion."""
         return {use.id for each in operands_of(node) for use in self.uses_in(each)}
 
     def helpers(self) -> set[str]:
@@ -263,8 +268,9 @@ class LabelReader:
         return inner or node.func.id
 
     def classes(self) -> set[str]:
-        """The program's capitalised names that the tests call to make objects. For each, the tests use an attribute of
-        the result that no plain value has or that changes it, ask `isinstance`, or join two results by an operator."""
+        """Classes of the program whose instances the tests use as objects. They are capitalised names that the tests
+        call, if the tests then use an attribute of the result that no plain value has or that changes it, ask
+        `isinstance`, or join two results by an operator."""
         candidates = {name for name in self.names | self.imported if name[0].isupper()}
         made: dict[str, set[str]] = {}
         for node in self.nodes:
@@ -293,7 +299,8 @@ class LabelReader:
     # --- tests --------------------------------------------------------------------------------------------------
 
     def tests(self) -> dict[str, bool]:
-        """Functions and classes that are run after the source: pytest's and unittest's, and those that nothing uses."""
+        """Functions and classes that are run after the source: pytest's and unittest's tests, and functions with
+        assertions that nothing uses -> whether they take `candidate`, the function under test."""
         called = {
             node.value.func.id
             for node in top_level(self.tree.body)
@@ -353,7 +360,8 @@ class LabelReader:
     # --- refusals -----------------------------------------------------------------------------------------------
 
     def shape(self) -> str:
-        """Why a label asserts nothing, as a clause of the error text."""
+        """Why the tests assert nothing about a program, as a clause for the text of the error that refuses the
+        label."""
         functions = [node for node in self.defined.values() if isinstance(node, Function)]
         waiting = [node for node in functions if node.args.args and self.asserts(node.body, set())]
         if waiting and not self.entry_point:

@@ -31,7 +31,7 @@ LONGEST_ANSWER_BYTES = 16 << 20
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 """Regular expression for the name of an environment variable in `reward.url`, such as ${SCORER_KEY}."""
 TRIES_SHARE = 0.8
-"""Share of the time limit in which tries are made, so that the limit does not end the process first."""
+"""Share of `reward.timeout_s` within which requests are tried, so that they end before the pool ends this process."""
 
 
 @takes_items
@@ -106,7 +106,8 @@ def answer_to(url: str, request: urllib.request.Request, timeout_s: float, longe
 
 
 def score_of(item: Item, answer) -> Score:
-    """Score from an answer: a number, an object with `score` and further numbers, or an object with `error`."""
+    """The score of an item from the server's answer about it: a number, an object with `score` and further numbers as
+    details, or an object with `error`."""
     if isinstance(answer, dict) and answer.get("error"):
         return Score(item.key, None, f"the reward model says: {str(answer['error'])[:200]}")
     fields = answer if isinstance(answer, dict) else {"score": answer}

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 LIMIT_FILES = {"memory.limit_in_bytes": "memory.oom_control", "memory.max": "memory.events"}
-"""Files of cgroup versions 1 and 2: memory limit -> counter of out-of-memory kills."""
+"""Files of control groups, versions 1 and 2: file of the memory limit -> file that counts out-of-memory kills."""
 
 
 class ControlGroup:

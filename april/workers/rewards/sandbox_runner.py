@@ -25,7 +25,8 @@ import sysconfig
 
 HEADER = ("typing", "collections", "math", "itertools", "functools", "heapq", "bisect", "string", "re", "datetime",
           "copy", "random", "operator", "statistics", "decimal", "fractions", "dataclasses", "abc", "enum")  # fmt: skip
-"""Modules whose public names a program may use without an import, as on LeetCode; the first with a name wins."""
+"""Modules whose public names a program may use without an import, as on LeetCode. If several modules have a name, that
+of the first counts."""
 STARTS = "\0the program starts\n"
 """Line that is printed before a program runs: output before it is the interpreter's, and not the program's."""
 DEEPEST_RECURSION = 50_000

@@ -1,4 +1,4 @@
-"""Rewrites an answer, as a person writes it, in the notation that the library of mathematics reads.
+"""Rewrites an answer, as a person writes it, in the notation that the library `math-verify` reads.
 
 Spellings are replaced by regular expressions. Inequalities and intervals that are joined by "or" become the union of
 intervals that they mean.
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from april.workers.rewards.units import measured
 
 GROUPED = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f_])+(?=\d{3}(?!\d))")
-"""Regular expression for a space between thousands in a number, which the library would read as a product."""
+"""Regular expression for a space between thousands in a number, which the library `math-verify` would read as a
+product."""
 SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d|\s*/)")
 """Regular expression for a number in groups of three digits, with plain spaces between."""
 SIGN = re.compile("[\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}]")
@@ -72,15 +73,17 @@ SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
         )
     ),
 ]  # fmt: skip
-"""(regular expression, replacement) of each notation that the library cannot read, or would misread."""
+"""Notations that the library `math-verify` cannot read or would misread: (regular expression, what replaces it)."""
 
 
 LAST_LETTERS = re.compile(r"(?<=[\s\d}])([A-Za-z]{1,4})\s*$")
-"""Regular expression for variables at the end of a product, such as 2rh, which the library would drop as a unit."""
+"""Regular expression for variables at the end of a product, such as 2rh, which the library `math-verify` would drop as
+a unit."""
 
 
 def spelled(text: str) -> str:
-    """The text in notations that the library reads."""
+    """The text, with each notation that the library `math-verify` cannot read or would misread replaced by one that it
+    reads."""
     for pattern, replacement in SPELLINGS:
         text = pattern.sub(replacement, text)
     union = union_of(text)
@@ -96,7 +99,8 @@ def ending_of(number: str) -> str:
 
 
 def repeating(whole: str, decimals: str, period: str) -> str:
-    """A repeating decimal as a fraction in TeX."""
+    """A repeating decimal as a fraction in TeX. `whole`, `decimals`, `period`: its digits before the point, after the
+    point, and the digits that repeat."""
     nines = "9" * len(period) + "0" * len(decimals)
     return rf"\frac{{{int(whole + decimals + period) - int(whole + decimals or '0')}}}{{{nines}}}"
 

@@ -14,7 +14,7 @@ from april.workers.rewards.messages import right_or_wrong
 END_OF_THINKING = "</think>"
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""Regular expression for an escaped character or a brace."""
+"""Regular expression for a character after a backslash, or for a brace: braces after a backslash are not counted."""
 
 
 SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^|\uff5c<>]{1,40}[|\uff5c]>|</?s>|<eos>|<(?:start|end)_of_turn>")
@@ -85,7 +85,8 @@ NOUN = r"(?i:choice|option|selection|letter|pick)"
 SURELY = (
     r"(?:\s+(?:then|thus|therefore|hence|(?:most\s+)?likely|probably|definitely|clearly|obviously|certainly|indeed))*"
 )
-"""Regular expression for adverbs before or after "be". Not possessive: Python before 3.11.5 then misses matches."""
+"""Regular expression for adverbs before or after "be". Its repetitions are not possessive, since Python before 3.11.5
+then misses matches."""
 MODAL = (
     r"(?:must|should|ought\s+to|may|might|will|would(?:\s+have\s+to)?|(?:has|had|have)\s+(?:got\s+)?to|"
     rf"(?:can|could)\s+only|(?:seems?|appears?)\s+to){SURELY}\s+be{SURELY}"
@@ -112,8 +113,8 @@ CHOICE_PHRASES = tuple(
     )
 )
 SUPPOSED = (3, 6)
-"""Indexes in CHOICE_PHRASES of weak phrases, such as "it would be" and "B is true"; they count only if no other phrase
-states a choice."""
+"""Indexes of the weak phrases in CHOICE_PHRASES, such as "it would be" and "B is true". They count only if no other
+phrase of CHOICE_PHRASES states a choice."""
 HEDGE = re.compile(r"[\s$*)]*(?:/|(?:or|and)\b)[\s$*(]*[A-Z](?![\w'])(?!\s+(?:is|are|was)\b)")
 """Regular expression for another letter after the chosen one, as in "B or C"."""
 BETWEEN_CHOICES = re.compile(r"[\s$]*\bor\b[\s$]*")
@@ -229,7 +230,8 @@ def equal_numbers(answer: str | None, wanted: str) -> bool:
 EXAMPLES = (
     (final_answer, "#{}"), (exact, "{}"), (f1, "\\boxed{{{}}}"), (choice, "\\boxed{{{}}}"), (gsm8k, "#### {}"),
 )  # fmt: skip
-"""(verifier, template of a correct response, with {} for the label)."""
+"""Pairs for verifiers of text: (verifier, template of a response that it scores as correct, in which {} stands for the
+label)."""
 
 for verifier, example in EXAMPLES:
     vars(verifier)["example"] = example.format

@@ -16,13 +16,13 @@ class Measured(NamedTuple):
 
     value: str
     factor: Fraction
-    """Size of the unit in base units."""
+    """Size of the unit in base units of its quantity, such as 60 for a minute."""
     dimension: frozenset[tuple[str, int]]
     """(quantity, exponent) pairs of the unit; empty if the answer only counts things."""
     counted: frozenset[str] = frozenset()
     """Words for the things counted, such as apples."""
     certain: bool = True
-    """False for a letter that may as well be a variable, as in 3s."""
+    """Whether the unit is surely meant as one; False for a letter that may as well be a variable, as in 3s."""
 
     def contradicts(self, other: "Measured") -> bool:
         """Whether the units differ in kind. Answers that count things differ in kind if they have no word in common."""
@@ -75,14 +75,14 @@ sterling: 1 gbp
 rupee: 1 rupee
 yuan: 1 yuan rmb
 """
-"""Quantity, then for each of its units the size in base units and the spellings."""
+"""Table of units, a quantity in each line: for each of its units the size in base units, then its spellings."""
 UNITS: dict[str, tuple[Fraction, str]] = {
     spelling: (Fraction(size), name)
     for name, units in (line.split(":") for line in TABLE.strip().splitlines())
     for size, *spellings in map(str.split, units.split(";"))
     for spelling in spellings
 }
-"""Spelling of a unit -> (base units, quantity)."""
+"""Spelling of a unit -> (its size in base units, its quantity)."""
 DERIVED = {
     "volume": {"length": 3},
     "frequency": {"time": -1},
@@ -213,7 +213,8 @@ def sum_of_units(answer: str) -> Measured | None:
 
 
 def unit_and_things(value: str, unit: str, words: list[str]) -> Measured:
-    """A value with its unit and, in `counted`, the words after it, as in 5 km north; all words if no unit is known."""
+    """A value with its unit; the `words` after the unit, as in 5 km north, become `counted`. If no unit is known, all
+    words do. `unit`: the text of unit and words."""
     parts = unit.split()
     for count in range(len(parts) - 1, 0, -1):
         if "in" not in parts[:count]:

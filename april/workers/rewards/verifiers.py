@@ -133,8 +133,9 @@ def needed_names(parameters: Iterable[inspect.Parameter]) -> list[str]:
 
 
 def refuse_other_orders(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise LookupError for a function whose parameters are bound by position, if the first of their `names` is that of
-    a group (such as `responses`) or a prompt. `known`: the arguments in the order in which it would get them."""
+    """Refuse, by LookupError, a function whose parameters would be bound by position to other values than their names
+    say: its first name is that of several responses (such as `responses`) or of a prompt. `names`: its parameters.
+    `known`: the names of the values, in the order in which it would get them."""
     if "response" in known and names[0] in ("responses", "outputs", "completions"):
         raise LookupError(f"its parameter {names[0]!r} is of several responses; begin the name with 'group:'")
     if names[0] in ("question", "questions", "query", "instruction", "problem", "input", "inputs"):
@@ -172,7 +173,8 @@ def row_prompt_of(item: Item) -> str | list[dict[str, Any]]:
 def score_responses_together(
     call: Callable[[dict[str, Any]], Sequence[VerifierResult]], items: list[Item]
 ) -> list[Score]:
-    """Scores of all responses of a group, by one call. Raises ValueError unless there is one result per response."""
+    """Scores of all responses of a group, by one call of its verifier. `call`: function of the verifier's arguments by
+    name. Raises ValueError unless it returns one result for each response."""
     results = call(
         {
             "responses": [item.response for item in items],
@@ -198,7 +200,8 @@ def score_of_result(item: Item, result) -> Score:
 
 
 def right_response(name: str) -> Callable[[str], str] | None:
-    """Function that makes a correct response to a label, from the verifier's attribute `example`; None without one."""
+    """Function (label -> response that the verifier scores as correct), from the verifier's attribute `example`; None
+    without one."""
     return getattr(VERIFIERS.find(name), "example", None)
 
 
@@ -222,7 +225,8 @@ def in_batches(name: str) -> bool:
 
 
 def check_verifier(name: str, key: str = "", url: str = "") -> None:
-    """Raise ConfigError unless the verifier can be found and has what it needs. `key`: where its name is configured."""
+    """Raise ConfigError unless the verifier `name` can be found and has the packages and the address (`url`) that it
+    needs. `key`: configuration key with its name, for the error."""
     key, verifier = key or VERIFIERS.key, VERIFIERS.find(name, key)
     try:
         find_verifier(name)
@@ -242,7 +246,8 @@ def check_verifier(name: str, key: str = "", url: str = "") -> None:
 
 @takes_items
 def environment(items: list[Item], rules: RewardRules) -> list[Score]:
-    """The `reward` in the environment's final state; its other numbers are details.
+    """Verifier for runs with an environment: the reward is the value `reward` in the state that the environment
+    returned last; other numbers in that state are details.
 
     The reward is 0 if the environment was never called, because the policy never ended a turn. Raises LookupError if
     the environment was called and its final state has no reward.

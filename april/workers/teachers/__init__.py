@@ -8,5 +8,5 @@ TEACHERS = Registry(
     {"transformers": "april.workers.teachers.folder:FolderTeacher"}
     | {name: f"april.workers.teachers.servers:{name.capitalize()}Teacher" for name in ("sglang", "vllm", "openai")},
 )
-"""For each kind, a function of `TeacherRules` that returns a `Teacher`; kinds with the attribute `is_server` need an
-address."""
+"""Teachers by their kind (`teacher.NAME.kind`): a function of `TeacherRules` that returns a `Teacher`. Kinds with the
+attribute `is_server` need an address."""

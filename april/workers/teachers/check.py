@@ -49,8 +49,8 @@ def check_teacher(config: Config, name: str, section: TeacherSection) -> None:
 
 
 def compare(key: str, section: TeacherSection, policy: Tokenizer, teacher: Tokenizer) -> None:
-    """Raise ConfigError for a tokeniser with other tokens than the policy's, with the first that differs. `key`: the
-    configuration key named in the error."""
+    """Raise ConfigError for a teacher whose tokeniser has other tokens than the policy's; the error names the first id
+    that differs. `key`: the configuration key named in the error."""
     ours, theirs = ({number: token for token, number in each.inner.get_vocab().items()} for each in (policy, teacher))
     for number in sorted(ours.keys() | theirs.keys()):
         if ours.get(number) != theirs.get(number):

@@ -25,8 +25,9 @@ class FolderTeacher:
         self.model = model.to(self.device).eval()
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
-        """Log-probabilities of ids 1 to T - 1 given those before; int32 [T] -> float32 [T - 1], or with `top_k` as in
-        `messages.Teacher`. Raises TeacherError."""
+        """Log-probabilities of the token ids 1 to T - 1 of a text, each given the ids before it: int32 [T] -> float32
+        [T - 1]. With `top_k` = k > 0: float32 [T - 1, 1 + 2k], each followed by k pairs (id, log-probability) of the
+        likeliest ids. Raises TeacherError."""
         import torch
 
         text = torch.from_numpy(ids.astype(np.int64)).to(self.device)
@@ -41,8 +42,8 @@ class FolderTeacher:
         return torch.cat(found).cpu().numpy()
 
     def told(self, logprobs: "Tensor", targets: "Tensor") -> "Tensor":
-        """The result (`messages.Teacher`) for n tokens, from the model's log-probabilities [n, V]: those of `targets`,
-        int64 [n, 1], and the top k pairs (id, log-probability) among the policy's ids."""
+        """What `messages.Teacher` returns for n tokens, from the model's log-probabilities [n, V]: those of `targets`,
+        int64 [n, 1], and the k likeliest pairs (id, log-probability) among the policy's ids."""
         import torch
 
         own = logprobs.gather(1, targets)

@@ -18,7 +18,7 @@ class TeacherRules(msgspec.Struct, frozen=True):
     device: str
     timeout_s: float
     top_k: int = 0
-    """Number of most likely ids per token that the teacher gives; 0: none."""
+    """Number of likeliest ids that the teacher gives for each token, with their log-probabilities; 0: none."""
     vocabulary: int = 0
     """Size of the policy's vocabulary; 0 if unknown."""
 
@@ -40,7 +40,8 @@ class TeacherAnswer(msgspec.Struct, array_like=True, frozen=True):
     columns: list[bytes] = []
     error: str = ""
     tops: list[bytes] = []
-    """For each response k pairs (id, log-probability) for each token, as float32 bytes; none without `top_k`."""
+    """The likeliest ids of each response: for each scored token k pairs (id, log-probability), as float32 bytes. Empty
+    if `top_k` is 0."""
 
 
 class TeacherError(RuntimeError):

@@ -48,7 +48,7 @@ class Teachers:
         self.config = config
         self._pools: dict[str, TeacherPool] = {}
         self._asked: dict[int, str] = {}
-        """Key of each score that is still without its verifiers' or its teacher's numbers -> name of its teacher."""
+        """Scores that still lack the verifiers' numbers or the teacher's: key of the score -> name of its teacher."""
         self._scores: dict[int, AnyScore] = {}
         self._answers: dict[int, TeacherAnswer] = {}
 
@@ -70,8 +70,9 @@ class Teachers:
         pool.put(TeacherItem(key, np.asarray(prompt, "<i4").tobytes(), ids, list(starts)))
 
     def joined(self, scores: Sequence[AnyScore]) -> list[AnyScore]:
-        """Scores that are complete: new ones without a teacher or with an error, and those whose teacher has answered,
-        with its log-probabilities."""
+        """Take the `scores` that have come from the verifiers, and return all that are complete now. Complete are
+        scores without a teacher, scores with an error, and those whose teacher has answered, with its log-probabilities
+        added."""
         complete = [score for score in scores if score.key not in self._asked]
         self._scores |= {score.key: score for score in scores if score.key in self._asked}
         answers = [answer for pool in self._pools.values() for answer in pool.poll()]
@@ -91,8 +92,9 @@ class Teachers:
 
 
 def with_column(score: AnyScore, name: str, answer: TeacherAnswer) -> AnyScore:
-    """The score with a teacher's log-probabilities as the token score `name`, and its most likely ids as a further one;
-    an error if the teacher has failed. A score of agents' sessions has these for each fork."""
+    """The score with a teacher's log-probabilities as the token score `name` (one number for each token), and the
+    teacher's likeliest ids, if it gives them, as a further token score. An error if the teacher has failed. For agents'
+    sessions each fork gets these."""
     if answer.error:
         return Score(score.key, None, answer.error)
     told = [{name: data} for data in answer.columns]

@@ -17,11 +17,12 @@ SMALLEST = -1e4
 LARGEST = 1e-3
 """Largest valid log-probability: 0, with room for rounding."""
 EXACT_IDS = 1 << 24
-"""Number of ids, from 0 on, that float32 represents exactly."""
+"""Number of ids, from 0 on, that float32 represents exactly: larger ids cannot be sent."""
 
 
 def main(limit_s: float) -> None:
-    """Answer items until the channel closes. The pool enforces the time limit of an item; `limit_s` is longer."""
+    """Answer items until the channel closes. The pool enforces the time limit of an item; `limit_s` is longer, and only
+    matters if the pool has died."""
     incoming, outgoing = private_channel()
     rules = read_rules(incoming, TeacherRules)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -42,8 +43,8 @@ def main(limit_s: float) -> None:
 
 
 def answer_of(teacher: Teacher, item: TeacherItem, rules: TeacherRules) -> TeacherAnswer:
-    """Ask a teacher for the log-probabilities of an item's responses. Raises TeacherError for a wrong number of values,
-    or invalid ones."""
+    """Ask a teacher for the log-probabilities of an item's responses. Raises TeacherError if it gives another number of
+    values than was asked for, or invalid ones."""
     prompt = np.frombuffer(item.prompt, "<i4")
     texts = [np.concatenate([prompt, np.frombuffer(data, "<i4")]) for data in item.responses]
     begins = [len(prompt) + start for start in item.starts or [0] * len(texts)]
@@ -55,8 +56,9 @@ def answer_of(teacher: Teacher, item: TeacherItem, rules: TeacherRules) -> Teach
 def checked(
     told: np.ndarray, prompt_tokens: int, response_tokens: int, rules: TeacherRules
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Checked values of a teacher for a text (`messages.Teacher`): the log-probabilities of the response's R tokens,
-    float32 [R], and k pairs (id, log-probability) of each, float32 [R, k, 2]; float32 is exact for ids below 2^24."""
+    """The checked part of what a teacher `told` about a text of prompt and response (see `messages.Teacher`): the
+    log-probabilities of the response's R tokens, float32 [R], and k pairs (id, log-probability) of each token, float32
+    [R, k, 2], which is exact for ids below 2^24. Raises TeacherError for invalid values."""
     if len(told) != prompt_tokens + response_tokens - 1:
         raise TeacherError(f"gave {len(told)} log-probabilities for a text of {prompt_tokens + response_tokens}")
     found, k = np.asarray(told[prompt_tokens - 1 :], np.float64), rules.top_k

@@ -29,11 +29,11 @@ class ScoredToken(NamedTuple):
     text: str | None = None
     """Text of the token by the server's tokeniser; None if the server does not tell."""
     top: Sequence[tuple[int, float]] = ()
-    """The ids most likely at its position with their log-probabilities, the most likely first."""
+    """The likeliest ids at the token's position with their log-probabilities, the likeliest first."""
 
 
 class ServerTeacher:
-    """A teacher at `rules.url`."""
+    """Base class of the teachers that are servers. The server's address is `rules.url`."""
 
     is_server = True
 
@@ -46,8 +46,9 @@ class ServerTeacher:
         raise NotImplementedError
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
-        """Log-probabilities of ids 1 to T - 1; int32 [T] -> float64 [T - 1], or with `top_k` as in `messages.Teacher`.
-        Raises TeacherError, RemoteError."""
+        """Log-probabilities of the token ids 1 to T - 1 of a text, each given the ids before it: int32 [T] -> float64
+        [T - 1]. With `top_k` = k > 0: float64 [T - 1, 1 + 2k], each followed by k pairs (id, log-probability) of the
+        likeliest ids. Raises TeacherError, RemoteError."""
         scored = self.scored(ids.tolist())
         for asked, token in zip(ids.tolist(), scored, strict=False):
             if token.id not in (None, asked):
@@ -55,7 +56,8 @@ class ServerTeacher:
         return self.told(ids.tolist(), scored)
 
     def told(self, ids: list[int], scored: list[ScoredToken]) -> np.ndarray:
-        """Result (`messages.Teacher`) for a text, from its tokens as the server scores them. Raises TeacherError."""
+        """What `messages.Teacher` returns for a text with the token ids `ids`, from its tokens as the server has scored
+        them. Raises TeacherError if the server reports another number of tokens, or too few likeliest ids."""
         if len(scored) != len(ids):
             raise TeacherError(f"the server scored {len(scored)} tokens where {len(ids)} were asked for")
         k = self.rules.top_k
@@ -68,7 +70,8 @@ class ServerTeacher:
         return np.concatenate([logprobs[:, None], tops], 1)
 
     def ask(self, path: str, **body: Any) -> Any:
-        """The server's answer to a request. Raises RemoteError."""
+        """The server's decoded answer to a POST of `body`, as JSON, to this `path` below `rules.url`. Raises
+        RemoteError."""
         url = self.rules.url.rstrip("/") + path
         body |= {"model": self.rules.model} if self.rules.model else {}
         request = Request(url, msgspec.json.encode(body), {"Content-Type": "application/json"})
@@ -78,8 +81,9 @@ class ServerTeacher:
 
 
 class SglangTeacher(ServerTeacher):
-    """SGLang's `/generate` with `logprob_start_len` and `top_logprobs_num`. SGLang scores the largest id of its
-    vocabulary correctly, but reports it as id 0 with that id's text; this is corrected here."""
+    """A teacher on an SGLang server, asked by `/generate` with `logprob_start_len` and `top_logprobs_num`. SGLang
+    scores the largest id of its vocabulary correctly, but reports it as id 0 with that id's text; this is corrected
+    here."""
 
     def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
         answer = self.ask(
@@ -100,7 +104,7 @@ class SglangTeacher(ServerTeacher):
 
 
 class VllmTeacher(ServerTeacher):
-    """vLLM's `/v1/completions` with `prompt_logprobs`."""
+    """A teacher on a vLLM server, asked by `/v1/completions` with `prompt_logprobs`."""
 
     def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
         k = self.rules.top_k
@@ -115,8 +119,9 @@ class VllmTeacher(ServerTeacher):
 
 
 class OpenaiTeacher(ServerTeacher):
-    """Completions by OpenAI's API, with `echo` and `logprobs`, which report tokens as texts and not as ids. Several ids
-    may have one text, so the most likely ids are requested in the form `token_id:ID`, which vLLM's server supports."""
+    """A teacher on a server with OpenAI's API, asked for completions with `echo` and `logprobs`. These report tokens as
+    texts and not as ids. Several ids may have one text, so the most likely ids are requested in the form `token_id:ID`,
+    which vLLM's server supports."""
 
     def scored(self, ids: list[int], with_texts: bool = False) -> list[ScoredToken]:
         k = self.rules.top_k
@@ -131,8 +136,9 @@ class OpenaiTeacher(ServerTeacher):
 
 
 def with_tops(tokens: list[ScoredToken], tops: Sequence[list[tuple[int, float | None]]]) -> list[ScoredToken]:
-    """Tokens with the ids most likely at their positions, sorted. `tops`: (id, log-probability) pairs of each token;
-    servers give them in any order, and may add the token of the text itself. Raises TeacherError."""
+    """The tokens, each with the likeliest ids at its position as `top`, sorted. `tops`: for each token, (id,
+    log-probability) pairs as the server gave them: in any order, and perhaps with the token of the text itself. Raises
+    TeacherError."""
     if len(tops) != len(tokens):
         raise TeacherError(f"the server told the most likely ids of {len(tops)} tokens where it scored {len(tokens)}")
     numbers = ([(number, np.nan if p is None else p) for number, p in top] for top in tops)

@@ -69,12 +69,13 @@ class FSDPBackend(Backend):
         return self.frozen(self.config.model.path, self.config.sampling.temperature, form)
 
     def teacher(self, path: Path) -> nn.Module:
-        """A frozen model as the teacher, held in bfloat16 if its files are."""
+        """The model of the folder `path`, never updated, as a teacher; its weights are held in bfloat16 if its files
+        have them so."""
         return self.frozen(path, 1.0, "bf16" if checkpoint.dtype_of_folder(path) == torch.bfloat16 else "fp32")
 
     def frozen(self, path: Path, temperature: float, form: str) -> nn.Module:
-        """The model of a folder, never updated, that scores at `temperature`. `form`: that of its weights, a value of
-        `lora.base`, such as "bf16". Collective."""
+        """The model of a folder, never updated, that scores at `temperature`. `form`: the form in which its weights are
+        held, a value of `lora.base` such as "bf16". Collective."""
         model = empty_policy(path, temperature).requires_grad_(False)
         check_sharing(model.lm, self.config.learner.context_parallel)
         frozen_base.hold_frozen(model.lm, form)

@@ -39,8 +39,9 @@ class MegatronPart(CheckpointPart):
     stores the tensors of its pipeline stage."""
 
     def tensors_of(self, mapped: MappedTensor) -> dict[str, Sequence[Tensor]]:
-        """The Megatron parameters of a mapped tensor ("model") and their moments, by kind of tensor in the
-        checkpoint."""
+        """The tensors that a checkpoint stores of a Hugging Face tensor, each shaped like one of its Megatron
+        parameters: the parameters themselves under "model", and the optimizer's moments under the names of the moments.
+        """
         moments = [self.optimizer.moments(parameter) for parameter in mapped.parameters]
         return {"model": mapped.parameters} | {name: [each[name] for each in moments] for name in moments[0]}
 
@@ -141,7 +142,7 @@ class MegatronBackend(Backend):
         )
 
     def publishes(self, name: str) -> bool:
-        """Whether this rank's stage publishes the tensor `name`."""
+        """Whether this rank's stage is the first one that holds the tensor `name`, and so publishes it."""
         return stages_holding(name, self.lm, self.layout)[0] == self.layout.stage
 
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -194,7 +195,8 @@ class MegatronBackend(Backend):
 
 
 def no_values(first: int, end: int) -> Tensor:
-    """Stands in for `HeldTensor.values` of a tensor that only other stages hold; of it this rank has no values."""
+    """The function `HeldTensor.values` of a tensor that only other pipeline stages hold: for any range from `first` to
+    `end` it returns an empty tensor, since this rank has no values."""
     return torch.empty(0)
 
 

@@ -113,8 +113,9 @@ class NoCommonState(TorchCommonLoadStrategy):
 
 
 def state_to_load(source: Path, lm: nn.Module, model: GPTModel, shapes: dict[str, torch.Size]) -> dict[str, Any]:
-    """State dict of `model` to load from a checkpoint, in the form that matches its tensors `shapes`. Raises
-    ModelError if none matches."""
+    """State dict of `model` to load from the checkpoint `source`, in the first of the layouts `FORMS` whose tensors are
+    all in the checkpoint. `lm`: the same model as Hugging Face's. `shapes`: shapes of the checkpoint's tensors, by
+    name. Raises ModelError if no layout fits."""
     lacking: list[str] = []
     for form in FORMS:
         state = {
@@ -138,9 +139,9 @@ def state_to_load(source: Path, lm: nn.Module, model: GPTModel, shapes: dict[str
 def check_tensors(
     source: Path, wanted: list[ShardedTensor], shapes: dict[str, torch.Size], twice: Collection[str]
 ) -> None:
-    """Raises ModelError if a tensor of the checkpoint, whose tensors have these `shapes`, has another shape than the
-    model's in `wanted` (more rows of a vocabulary are allowed), or if it is not among these, except optimizer state and
-    the duplicates named in `twice`."""
+    """Compare a checkpoint's tensors, whose `shapes` are given by name, with the model's tensors `wanted`. Raises
+    ModelError if a tensor has another shape than the model's (more rows of a vocabulary are allowed), or if the model
+    has no such tensor. Optimizer state, and the duplicates named in `twice`, need not be in the model."""
     known = {tensor.key for tensor in wanted}.union(twice)
     if others := [key for key in shapes if key not in known and OPTIMIZER not in key]:
         raise ModelError(

@@ -61,8 +61,8 @@ class ParallelLayout:
 
     @property
     def holds_leader_part(self) -> bool:
-        """Whether this rank belongs to the same replica as the lowest rank of its stage, in the mesh `layers` or
-        `experts`."""
+        """Whether this rank is in the same replica of its stage as the stage's lowest rank, by the mesh `layers` or by
+        the mesh `experts`."""
         leader, groups = self.leader(self.stage), (each.get_group(SHARES) for each in (self.layers, self.experts))
         return any(leader in dist.get_process_group_ranks(group) for group in groups)
 

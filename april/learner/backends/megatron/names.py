@@ -30,8 +30,8 @@ Megatron's experts, projections that the tensor stacks)."""
 
 
 def mapped_tensors(model: nn.Module, lm: nn.Module, layout: ParallelLayout) -> Iterator[MappedTensor]:
-    """Mapping of each tensor of `lm`, which is on the meta device, that this rank's stage holds in its `GPTModel`.
-    Raises ModelError for a tensor without a counterpart."""
+    """A `MappedTensor` for each tensor of `lm` that this rank's pipeline stage holds. `model`: the stage's `GPTModel`.
+    `lm`: the whole Hugging Face model, on the meta device. Raises ModelError for a tensor without a counterpart."""
     span = layout.stage_layers(lm.config.num_hidden_layers, layout.stage)
     embedding = "embedding.word_embeddings.weight" if layout.stage == 0 else "output_layer.weight"
     parameters, mesh = dict(model.named_parameters()), layout.layers

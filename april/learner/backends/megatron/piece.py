@@ -25,7 +25,8 @@ columns of the down projection."""
 
 
 class Sharding(NamedTuple):
-    """How the ranks of a pipeline stage hold a tensor, as they tell the other stages."""
+    """Shape of a tensor, and how the ranks of a pipeline stage divide it. The ranks of a stage tell this to other
+    stages."""
 
     shape: tuple[int, ...]
     dim: int
@@ -47,12 +48,13 @@ class MappedTensor:
     dim: int | None
     """Dimension along which the tensor is sharded; None: replicated."""
     mesh: DeviceMesh
-    """Mesh with dimensions REPLICAS and SHARES."""
+    """Mesh of the ranks that hold the tensor: REPLICAS counts its copies, SHARES the ranks that divide a copy."""
     view: Callable[[Tensor], Tensor]
     """Returns this rank's shard as a view of a tensor shaped like the parameter; it may have more dimensions."""
 
     def to_hugging_face(self, tensors: Sequence[Tensor]) -> DTensor:
-        """The Hugging Face tensor in `tensors`, sharded; a view of them or a copy. Collective."""
+        """The Hugging Face tensor whose values are in `tensors`, which are shaped like the parameters. It is sharded,
+        and shares the memory of `tensors` or is a copy. Collective."""
         (tensor,) = tensors
         return self.sharded(self.view(tensor.detach()))
 

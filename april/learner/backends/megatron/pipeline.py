@@ -1,8 +1,10 @@
 """Pipeline schedule of micro-batches over stages: one forward, one backward (1F1B, arXiv 2104.04473).
 
 A stage runs ahead by as many micro-batches as there are stages after it, and then does one backward pass after each
-forward pass, so that it keeps the activations of no more. Megatron-core's own schedule hard-codes CUDA, sends each
-tensor's shape first (here every stage knows it), and leaves the scores on the last stage.
+forward pass. So it keeps the activations of at most one micro-batch more than there are stages after it.
+
+Megatron-core's own schedule hard-codes CUDA, sends each tensor's shape first (here every stage knows it), and leaves
+the scores on the last stage.
 
     stage 0   F0 F1 F2 B0 F3 B1 F4 B2    B3    B4
     stage 1      F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
@@ -52,8 +54,9 @@ class PipelineRanks:
         return self.stage == self.count - 1
 
     def exchange(self, neighbour: int, sent: Tensor | None, buffer: Tensor | None) -> Tensor | None:
-        """Send `sent` to a neighbour (BEFORE or NEXT) and receive into `buffer`, which is returned; concurrently, since
-        in sequence two neighbours could deadlock. None without such a neighbour."""
+        """Send `sent` to the stage before or after this one (`neighbour`: BEFORE or NEXT), and receive from it into
+        `buffer`, which is returned; None: nothing is sent, or received. Both run concurrently, since one after the
+        other two neighbours could deadlock. Returns None if there is no such stage."""
         stage = self.stage + neighbour
         if not 0 <= stage < self.count:
             return None

@@ -22,7 +22,7 @@ from april.workers.engines.entry import EngineEntry
 
 VOCABULARY = 61
 PATIENCE_S = 120.0
-"""Time without a new token after which an engine with live requests counts as stuck (s)."""
+"""Time without a new token after which an engine with requests that run or are queued counts as stuck (s)."""
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
 
 
@@ -54,8 +54,8 @@ def requests_of_many_shapes(count: int = 20, **options) -> list[Request]:
 def drive(
     engine, requests=(), steps: int | None = None, tokens: int | None = None, begun: Iterable[int] = ()
 ) -> dict[int, Stream]:
-    """Submit requests, then step until none is live, `steps` are done, or `tokens` more have been generated; returns
-    all chunks of each request by its id.
+    """Submit requests, then step until none runs or is queued, `steps` are done, or `tokens` more have been generated;
+    returns all chunks of each request by its id.
 
     Beyond `tokens`, waits for a first chunk of each request whose id is in `begun`. The result includes chunks of
     requests that ended earlier, while weights were loaded. Asserts that no request fails.
@@ -90,8 +90,9 @@ def assert_true_logprobs(model, request: Request, stream: Stream) -> None:
 
 
 def assert_agree(counts: np.ndarray, probabilities: np.ndarray) -> None:
-    """Assert that counts agree with probabilities by a chi-square test, at a one-in-a-million level, with rare tokens
-    pooled (the cube root of chi-square is nearly normal: Wilson and Hilferty, 1931)."""
+    """Assert by a chi-square test that observed counts agree with probabilities. Counts drawn from the probabilities
+    fail it once in a million tests. `counts`, `probabilities`: one entry for each token id; rare tokens are pooled.
+    (The cube root of chi-square is nearly normal: Wilson and Hilferty, 1931.)"""
     expected = probabilities * counts.sum()
     common = expected >= 5
     observed = np.append(counts[common], counts[~common].sum())
@@ -189,17 +190,20 @@ class TinyModel:
         return dict(revert_weight_conversion(self.reference, self.reference.state_dict()))
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Logits, float32 [T, vocabulary], of a plain forward pass."""
+        """Logits, float32 [T, vocabulary], of a plain forward pass over T tokens: row i is for the token after
+        `tokens[i]`."""
         with torch.inference_mode():
             return self.reference(torch.tensor([tokens])).logits[0].float()
 
     def logprobs(self, tokens: list[int], start: int, temperature: float = 1.0) -> torch.Tensor:
-        """Log-probabilities, float32 [T - start], of tokens[start:], from a plain forward pass."""
+        """Log-probabilities, float32 [T - start], of `tokens[start:]`, each given all tokens before it, from a plain
+        forward pass over the T tokens."""
         every = torch.log_softmax(self.logits(tokens)[start - 1 : -1] / temperature, dim=-1)
         return every.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
 
     def logprobs_under(self, weights: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
-        """Log-probabilities, float32 [T - 1], of tokens[1:] under other weights; the output projection is tied."""
+        """Log-probabilities, float32 [T - 1], of `tokens[1:]`, each given the tokens before it, if the model had other
+        `weights`: tensors by Hugging Face names. The output projection is tied to the embedding."""
         with without_progress_bars():
             model = self.reference.from_pretrained(None, config=self.reference.config, state_dict=dict(weights))
         return TinyModel(self.folder, model).logprobs(tokens, 1)
@@ -272,8 +276,8 @@ class MakeEngine(Protocol):
     def __call__(self, version: Version | None = V0, **options: Any) -> Engine:
         """An engine with the weights of `models()` under `version`; without weights if that is None.
 
-        Options, with defaults: `slots` = 8, `chunk_tokens` = 7, `max_context` = the model's. Ticks are off: only full
-        chunks are due.
+        Options, with defaults: `slots` = 8, `chunk_tokens` = 7, `max_context` = the model's. The engine's timer
+        (`report_s`) is off: it returns a chunk only when the chunk is full or its request has ended.
         """
 
 
@@ -287,7 +291,8 @@ class Bench:
     """Function that returns a tiny reference model: models(architecture="qwen3", seed=0)."""
 
     def assert_true_logprobs(self, request: Request, stream: Stream, model: TinyModel | None = None) -> None:
-        """Compare log-probabilities with a plain forward pass, unless the entry's `true_distribution` is False."""
+        """Assert that the log-probabilities in `stream`, the chunks of `request`, are those of a plain forward pass of
+        `model` (None: of `models()`). Does nothing if the engine's entry has `true_distribution` = False."""
         if self.entry.true_distribution:
             assert_true_logprobs(model or self.models(), request, stream)
 
@@ -326,10 +331,11 @@ def check(
     interrupts: bool = False,
     cases: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator that registers a function `name_that_is_a_sentence(bench, ...)` as checks. `of_true_distribution`,
-    `interrupts`: as in `Check`.
+    """Decorator that registers a function `name_that_is_a_sentence(bench, ...)` as one or several checks in `CHECKS`.
+    `of_true_distribution`, `interrupts`: as in `Check`.
 
-    `cases`: arguments of the function by case name; each case is one check.
+    `cases`: name of a case -> further arguments of the function; each case is one check. None: the function is one
+    check.
     """
 
     def enlist(function: Callable[..., None]) -> Callable[..., None]:

@@ -69,7 +69,8 @@ def rounded_to_8_bits(old: Weights, new: Weights) -> Weights:
 
 
 def one_ranks_shard_of_the_version_before(old: Weights, new: Weights) -> Weights:
-    """Fault: one of two FSDP2 ranks, which holds the first half of each tensor's rows, sent the previous version."""
+    """Fault in the published weights: one of two FSDP2 ranks, which holds the first half of each tensor's rows, sent
+    them from the previous version (`old`). Returns what the engine gets."""
     return {name: torch.cat([old[name][: -(-len(t) // 2)], t[-(-len(t) // 2) :]]) for name, t in new.items()}
 
 
@@ -174,7 +175,8 @@ def behaviour_logprobs_are_those_of_a_plain_forward_pass(bench: Bench, temperatu
 
 @check(of_true_distribution=True, interrupts=True)
 def every_logprob_is_that_of_the_version_its_token_names(bench: Bench):
-    """Weights change twice while most requests run, so some responses have tokens of three versions.
+    """Checks that each token's log-probability is that of the version which the engine reports with it. Weights change
+    twice while most requests run, so some responses have tokens of three versions.
 
     Responses are long, because a server on the same cores runs ahead of the engine that reads it.
     """
@@ -229,8 +231,9 @@ def frequencies_agree_with_the_distribution_asked_for(bench: Bench):
 
 @check(of_true_distribution=True, cases={str(options): {"options": options} for options in CUT_OPTIONS})
 def frequencies_agree_with_the_cut_distribution_asked_for(bench: Bench, options: dict):
-    """Checks that first tokens have the distribution cut by `options` (sampling fields of `Request`). An engine whose
-    entry has no `truncates_sampling` passes if it refuses requests with top-k or top-p."""
+    """Checks that the first tokens of responses follow the model's distribution, cut as `options` ask for (sampling
+    fields of `Request`, such as `top_k`). An engine whose entry has `truncates_sampling` = False passes if it refuses
+    such requests."""
     engine = bench.make_engine(slots=64)
     if bench.entry.truncates_sampling:
         assert_frequencies(engine, bench.models(), options, seeds=1000)

@@ -25,14 +25,14 @@ FIRST_CHECKS = (
 )  # fmt: skip
 ONLY_WHOLE_CHUNKS_S = 1e9
 Keys = Collection[tuple[str, Any]]
-"""Keys of the configuration, as "section.key", with their values."""
+"""Pairs of a configuration key, as "section.key", and its value."""
 
 
 def check_engine_named(name: str, overrides: list[str], say: Callable[[str], None]) -> int:
     """Run every check that applies to the named engine, report the results, and return the number of failures.
 
-    `overrides`: further configuration keys, as command-line words. The engine runs on the CPU unless they say
-    otherwise. Raises ConfigError for an engine that cannot be found or built.
+    `overrides`: further configuration keys, as words of the command line. `say`: prints a line. The engine runs on the
+    CPU unless the keys say otherwise. Raises ConfigError for an engine that cannot be found or built.
     """
     entry, failures, keys = ENGINES.find(name), 0, parse_overrides(overrides)
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,8 @@ def configured(name: str, model: Path, keys: Keys, **worker: Any) -> Config:
 
 
 class Engines:
-    """Implements `MakeEngine` with the engine's entry, as a worker does; closes all engines at its end."""
+    """Makes engines of a registry entry for the checks, from a configuration as a worker does (it implements
+    `MakeEngine`). At the end of its `with` block it closes all engines."""
 
     def __init__(self, name: str, models: TinyModels, keys: Keys):
         self._name, self._models, self._keys = name, models, keys
@@ -112,7 +113,8 @@ class Engines:
 
 
 def failure_location(error: Exception) -> str:
-    """The source lines of check and engine in an error's traceback, and the error."""
+    """The text that tells where a check failed: the source lines of check and engine in the error's traceback, then the
+    error itself."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     lines = [f"    {Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in frames[1:]]
     return "\n".join([*lines, f"    {type(error).__name__}: {error}".rstrip(": ")])

@@ -24,7 +24,8 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported RoPE types: those whose frequencies do not depend on the sequence length."""
 ATTENTION_BLOCK = 128
-"""Number of a row's queries that attend as one block after a cached prefix."""
+"""Number of queries in a block, for a prefill that follows a cached prefix: the attention of a row's queries is
+computed block by block."""
 SCORED_TOKENS = 1024
 """Number of tokens whose logits `score` computes at a time."""
 
@@ -204,8 +205,8 @@ class PrefillRows(Protocol):
         """Store keys and values. `heads`: [T, 2 * kv_heads, head_dim], rotated keys, then values."""
 
     def attend(self, layer: int, heads: Tensor) -> Tensor:
-        """Store keys and values, and attend causally. `heads`: [T, heads + 2 * kv_heads, head_dim]; returns
-        [T, heads * head_dim]."""
+        """Store the new keys and values in the cache, and let the queries attend causally to the cache. `heads`: [T,
+        heads + 2 * kv_heads, head_dim], queries, keys and values of T new tokens; returns [T, heads * head_dim]."""
 
 
 class Decoder:
@@ -305,8 +306,9 @@ class Decoder:
     def decode(self, tokens: Tensor, positions: Tensor, groups: list) -> Tensor:
         """Logits, float32 [n, vocabulary], of the next token of n sequences.
 
-        `tokens`, `positions`: int64 [n], the last token of each sequence and its position. `groups`: the rows of the
-        batch from `start` to `stop`, in order; each stores its rows' new keys and values, and attends over its cache.
+        `tokens`, `positions`: int64 [n], the last token of each sequence and its position. `groups`: the parts of the
+        KV cache (`LengthGroup` or `Rows`), which together hold the n sequences in order. A part holds the rows from its
+        `start` to its `stop`; it stores the rows' new keys and values, and computes their attention.
         """
         x = F.embedding(tokens, self.embedding)
         rotation = self.rotations[positions].unsqueeze(1)
@@ -335,8 +337,8 @@ class Decoder:
         yield self._project(self._last_keys_values, x, rotation)
 
     def fill(self, tokens: Tensor, positions: Tensor, rows: "PrefillRows") -> None:
-        """Prefill several contexts, concatenated without padding. `tokens`, `positions`: int64 [T]; `rows` stores the
-        new keys and values of each layer, and attends."""
+        """Prefill several contexts, concatenated without padding. `tokens`, `positions`: int64 [T]. `rows`: stores the
+        new keys and values of each layer in the cache, and computes the attention."""
         x = F.embedding(tokens, self.embedding)
         rotation = self.rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self.layers[:-1]):
@@ -408,7 +410,8 @@ class Decoder:
         return heads
 
     def _mix(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
-        """The part of a block after attention: output projection and MLP, both residual. Overwrites `x`."""
+        """The part of a transformer block after attention: output projection and MLP, each added to its input.
+        `attended`: result of attention. Overwrites `x`, the block's input."""
         x = x.addmm_(attended, layer.out.t())
         if layer.out_bias is not None:
             x = x + layer.out_bias
@@ -418,6 +421,6 @@ class Decoder:
 
 
 def make_rotations(shape: DecoderShape, positions: int, device: torch.device) -> Tensor:
-    """Rotary factors, complex64 [positions, head_dim / 2]."""
+    """Rotary factors of the positions 0 to `positions` - 1: complex64 [positions, head_dim / 2]."""
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), shape.inv_freq.float())
     return torch.polar(torch.full_like(angles, shape.rotary_scale), angles).to(device)

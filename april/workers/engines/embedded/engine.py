@@ -50,11 +50,12 @@ class TorchEngine:
         keep_cache: bool = False,
         flat: bool | None = None,
     ):
-        """`max_context`: tokens of prompt and response; None for the model's maximum. `chunk_tokens`, `report_s`: a
-        chunk is due after so many tokens, and those of all sequences together every so many seconds. `prefill_tokens`:
-        most padded tokens in one prefill (fewer on a CPU), and most context tokens admitted in one step. `keep_cache`:
-        keep the KV cache when weights change, to measure the cost of recomputing contexts. `flat`: whether the cache is
-        a `FlatCache`, and decode steps run ahead of the host; None for where flash attention runs."""
+        """`max_context`: most tokens of prompt and response; None for the model's maximum. `chunk_tokens`, `report_s`:
+        a sequence's tokens are returned as a chunk once there are `chunk_tokens` of them, and those of all sequences
+        every `report_s` seconds. `prefill_tokens`: most padded tokens in one prefill (fewer on a CPU), and most context
+        tokens admitted in one step. `keep_cache`: keep the KV cache when weights change, to measure the cost of
+        recomputing contexts. `flat`: whether the cache is a `FlatCache`, and decode steps run ahead of the host; None:
+        if the device runs flash attention."""
         self.shape = read_shape(model_path, torch.float32 if torch.device(device).type == "cpu" else None)
         self.max_context = max_context or self.shape.max_positions
         if self.max_context > self.shape.max_positions:
@@ -81,15 +82,18 @@ class TorchEngine:
         self._awaiting_prefill: list[int] = []
         """Running slots whose context is not in the KV cache."""
         self._cache_full = False
-        """Whether some of the running slots wait for room in the cache; no request is admitted before they have it."""
+        """Whether some of the running slots wait for room in the KV cache. No further request is admitted before these
+        have it."""
         self._pre_swap_chunks: list[Chunk] = []
-        """Chunks of the old version, taken when weights changed; returned by the next step."""
+        """Chunks of tokens that were sampled under the former weights and not returned before the weights changed; the
+        next step returns them."""
         self._failures: list[tuple[int, str]] = []
         self._batch: DecodeBatch | None = None
-        """Arrays of the running slots; None, to be rebuilt, once the set of slots or one's state has changed."""
+        """Arrays of the running slots. None if they have to be rebuilt, because a slot was added, removed or
+        changed."""
         self._ahead: DecodeStep | None = None
-        """A decode step that runs on the device and is not read yet; until then no slot is filled or prefilled. Dropped
-        when weights change: its tokens are sampled again."""
+        """A decode step that was launched on the device and whose tokens are not read yet. Until they are, no slot is
+        filled or prefilled. The step is dropped when weights change: its tokens are sampled again."""
 
     @property
     def live(self) -> int:
@@ -139,7 +143,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Implements `ComparingEngine`."""
+        """Names of the tensors that the engine holds with other values than `tensors` (implements
+        `ComparingEngine`)."""
         return list(self._decoder.differing(tensors)) if self._decoder else []
 
     @property
@@ -159,7 +164,8 @@ class TorchEngine:
             torch.cuda.empty_cache()
 
     def resume(self) -> None:
-        """Implements `TimeSharingEngine`; the cache grows with what it holds, so nothing is allocated yet."""
+        """Implements `TimeSharingEngine`. Allocates nothing yet: the weights come with the next load, and the KV cache
+        grows as contexts fill it."""
 
     def _new_cache(self) -> FlatCache | KVCache:
         kind = FlatCache if self._flat else KVCache
@@ -245,8 +251,9 @@ class TorchEngine:
         self._batch = None
 
     def _waves(self, placed: list[int]) -> list[Wave]:
-        """Waves (`shared_prefixes`) in which to prefill the slots `placed`. With `keep_cache` no cached prefix is
-        shared: it may come from older weights."""
+        """The order in which to prefill the slots `placed`, in waves: a slot may copy a prefix of its context from a
+        slot of an earlier wave (`shared_prefixes`). With `keep_cache` none is copied, since it may come from older
+        weights."""
         unfilled = set(self._awaiting_prefill)
         filled = [slot for slot in self._slot_of.values() if slot not in unfilled and not self.keep_cache]
         return shared_prefixes(self._table, placed, filled)
@@ -261,7 +268,8 @@ class TorchEngine:
         return DecodeStep.begun(batch, tokens, logprobs)
 
     def _finish_step(self, step: DecodeStep) -> list[Chunk]:
-        """Wait for a launched step, and append its tokens; returns the chunks that are due.
+        """Wait for a launched step, and append its tokens to their sequences; returns the chunks that are full or end a
+        sequence, and at a tick (every `report_s` seconds) all new tokens.
 
         If some logits are not finite, append nothing and fail those sequences.
         """
@@ -294,8 +302,8 @@ class TorchEngine:
         return chunks
 
     def _new_batch(self) -> DecodeBatch | None:
-        """Move sequences that have outgrown their place in the cache, evicting others if it is full, then build a new
-        decode batch; None if no sequence is left in the cache."""
+        """Move sequences that have outgrown their place in the cache to larger ones, evicting others if the cache is
+        full. Then build and return a new decode batch; None if no sequence is left in the cache."""
         running, stored = np.fromiter(self._slot_of.values(), np.int64), self._table.length - 1
         for slot in map(int, self._cache.outgrown(running, stored[running])):
             while slot not in self._awaiting_prefill and not self._cache.promote(slot, stored):
@@ -317,8 +325,9 @@ class TorchEngine:
         self._cache_full = True
 
     def _collect(self, batch: DecodeBatch, runs: np.ndarray) -> list[Chunk]:
-        """Chunks that are due after a decode step (full, or at a tick, or a sequence has ended); ended sequences free
-        their slots. `runs`: bool [n], rows of sequences that had not ended before."""
+        """The chunks to return after a decode step: those that are full or end a sequence, and at a tick (every
+        `report_s` seconds) all new tokens. Ended sequences free their slots. `runs`: bool [n], rows of sequences that
+        had not ended before."""
         is_tick, table = self._ticks.passed(time.monotonic()), self._table
         stopped = batch.stopped()
         if not (stopped.any() or (batch.lengths >= batch.due_at).any() or is_tick):

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 MEMORY_OPTION = "memory_fraction"
 """Option of `engine.server`: the largest share of the accelerator's memory that torch may allocate in the worker."""
 CONTEXT_BYTES = 1 << 30
-"""Memory of the CUDA context and its libraries, which torch's allocator does not count."""
+"""Bytes of accelerator memory for the CUDA context and its libraries, which torch's allocator does not count."""
 ACTIVATION_BYTES = 1 << 30
-"""Memory of a prefill's activations, of logits, and of a cache group beside its larger copy while it grows."""
+"""Bytes reserved for a prefill's activations, for logits, and for a group of cache rows that exists twice while it is
+copied into a larger one."""
 
 
 class TorchEntry(EngineEntry):
@@ -59,7 +60,8 @@ class TorchEntry(EngineEntry):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Refuse `engine.url`, which names servers. Other keys of [engine] are ignored."""
+        """Raise ConfigError for a configuration with `engine.url`, which names servers: this engine has none. Other
+        keys of [engine] are ignored."""
         if config.engine.url:
             with_servers = ENGINES.names_where(lambda entry: not entry.in_process)
             refuse(
@@ -71,7 +73,8 @@ class TorchEntry(EngineEntry):
 
     @classmethod
     def memory_options(cls, config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> MemoryShare:
-        """Torch's allocator in the worker is limited to what is free; a fraction set in the configuration wins."""
+        """The option that limits torch's allocator in the worker to `free_bytes`, and the bytes that are then left for
+        the KV cache. A limit that the configuration sets is kept in place of `free_bytes`."""
         available = math.floor(1000 * (free_bytes - CONTEXT_BYTES) / total_bytes) / 1000
         fraction = float(config.engine.server.get(MEMORY_OPTION) or max(0.0, available))
         # While new weights are loaded, the old ones are still held.
@@ -88,7 +91,7 @@ def limit_memory(config: Config, device: str) -> None:
 
 
 def check_decoder(config: Config) -> None:
-    """Raises ConfigError for a model that is not of the embedded engine's shape."""
+    """Raises ConfigError for a model whose structure the embedded engine cannot run (see `decoder.read_shape`)."""
     from april.workers.engines.base import EngineError
     from april.workers.engines.embedded.decoder import read_shape
 

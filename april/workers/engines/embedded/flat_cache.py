@@ -35,7 +35,7 @@ LARGEST_FLASH_HEAD = 256
 ROWS_TO_FILL_A_GPU = 24
 """Rows of a decode step that keep a GPU busy without splitting each row's keys (on an H200, 32 do and 8 do not)."""
 RESERVE_BYTES = 1 << 30
-"""Memory that the cache leaves to activations, to a layer's new weights, and to fragmentation."""
+"""Bytes of memory that the cache leaves free for activations, a layer's new weights, and fragmentation."""
 SAMPLING_COPIES = 8
 """Copies of a step's float32 logits that sampling makes at its peak."""
 
@@ -64,7 +64,7 @@ class Extents:
         """(start, length) of each free range, in order."""
 
     def take(self, length: int) -> int | None:
-        """Start of a new range of `length`; None if no free range is as long."""
+        """Start of a new range of `length` positions, which is then in use; None if no free range is as long."""
         for index, (start, free) in enumerate(self._free):
             if free >= length:
                 self._free[index : index + 1] = [(start + length, free - length)] if free > length else []
@@ -72,7 +72,7 @@ class Extents:
         return None
 
     def give(self, start: int, length: int) -> None:
-        """Free a range."""
+        """Free the range of `length` positions from `start` on."""
         merged: list[tuple[int, int]] = []
         for begin, size in sorted([*self._free, (start, length)]):
             if merged and sum(merged[-1]) == begin:
@@ -115,8 +115,8 @@ class Rows:
 
     @cached_property
     def shared_starts(self) -> Tensor:
-        """Cumulative number of queries, int32 [rows + 1], if the query heads that share a key head count as further
-        queries of one head."""
+        """`query_starts` for a call in which the query heads that share a key head count as further queries of one
+        head: the cumulative number of these queries, int32 [rows + 1]."""
         return self.query_starts * (self.shape.heads // self.shape.kv_heads)
 
     def store(self, layer: int, heads: Tensor) -> None:
@@ -132,10 +132,11 @@ class Rows:
 
 def attend_flash(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
     """Attention of all rows in one call of FlashAttention. `queries`: [T, heads, head_dim]; `keys`, `values`: [tokens,
-    kv_heads, head_dim].
+    kv_heads, head_dim]. Returns [T, heads, head_dim].
 
-    In a decode step the heads that share a key head read it together: many rows give them as queries of one head, with
-    few rows the kernel does so itself and splits their keys among multiprocessors.
+    In a decode step, the query heads that share a key head read its keys only once. With many rows, this function
+    passes these query heads to the kernel as queries of one head. With few rows the kernel shares the keys by itself,
+    and splits them among multiprocessors.
     """
     causal, starts, most = rows.most_queries > 1, rows.query_starts, rows.most_queries
     shape, sharing = queries.shape, queries.shape[1] // keys.shape[1]
@@ -184,9 +185,9 @@ class FlatCache:
         self._starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._entered: DecodeBatch | None = None
-        """The batch whose extents are in `_starts`."""
+        """The batch whose rows' extent starts are in `_starts`; None before the first decode step."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        """Graph of a decode step, by its number of rows."""
+        """Captured CUDA graph of a decode step, by the number of rows that it computes."""
         self._logits = torch.empty(0, shape.vocabulary, dtype=torch.float32, device=device)
         """Logits that CUDA graphs compute: float32 [rows, vocabulary], allocated with the cache."""
         self._decoder: Decoder | None = None
@@ -239,7 +240,8 @@ class FlatCache:
         return self._capacity_of[slots]
 
     def outgrown(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The `slots` with an extent whose next `positions` lie beyond it."""
+        """Those of `slots`, int [n], that have an extent too short for the position that they store next. `positions`:
+        int64 [n], that position of each slot."""
         return slots[(self._start_of[slots] >= 0) & (positions >= self._capacity_of[slots])]
 
     def promote(self, slot: int, stored: np.ndarray) -> bool:
@@ -257,7 +259,8 @@ class FlatCache:
         return True
 
     def batch_order(self) -> np.ndarray:
-        """The slots that have an extent."""
+        """int64 [n]: the slots that have an extent (a range of the cache), ascending. This is the order of the rows in
+        a decode batch."""
         return np.flatnonzero(self._start_of >= 0)
 
     def _grow(self, needed: int) -> bool:
@@ -288,8 +291,9 @@ class FlatCache:
         return True
 
     def _room(self) -> int:
-        """Number of tokens that all slots' contexts need, or that the free memory holds if that is less. Raises
-        EngineError if it does not hold one context."""
+        """Number of tokens for which the cache should have room: what all slots need for contexts of the maximum
+        length, or what the free memory holds if that is less. Raises EngineError if it does not hold one such
+        context."""
         # Extents of different sizes leave gaps until they are moved together.
         wanted = SCRATCH + self.slots * self.max_context
         if self.device.type != "cuda":
@@ -327,16 +331,17 @@ class FlatCache:
         return moved
 
     def _free_from(self, front: int) -> None:
-        """Make all tokens from `front` on one free range."""
+        """Make all cache positions from `front` on a single free range, and those before it a single used one."""
         self._extents = Extents(self._extents.size)
         self._extents.take(front)
 
     # --- forward passes --------------------------------------------------------------------------------------------
 
     def prefill(self, decoder: Decoder, table: SlotTable, shared: Mapping[int, int], pass_tokens: int) -> None:
-        """Prefill the contexts of slots without their last token, in passes of at most `pass_tokens` or one context.
+        """Prefill the contexts of the slots that `shared` names. The last token of each context is left out, since it
+        is decoded. A pass prefills at most `pass_tokens` tokens, unless a single context is longer.
 
-        `shared`: number of leading tokens of each slot that are in the cache.
+        `shared`: slot -> number of its leading tokens whose keys and values are in the cache already.
         """
         batch: list[int] = []
         tokens = 0
@@ -370,7 +375,8 @@ class FlatCache:
         decoder.fill(self._tensor(tokens, np.int64), self._tensor(positions, np.int64), rows)
 
     def decode(self, decoder: Decoder, batch: DecodeBatch) -> Tensor:
-        """Logits, float32 [n, vocabulary], of the next token of each row."""
+        """Logits, float32 [n, vocabulary], of the next token of each row of the batch. Stores keys and values of the
+        rows' last tokens."""
         count = len(batch.slots)
         size = graph_rows(count)
         if decoder is not self._decoder:
@@ -411,8 +417,8 @@ def graph_rows(count: int) -> int:
 
 
 def capture(step: Callable[[], None], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
-    """Capture a step as a CUDA graph, after one pass that initialises its libraries. `pool`: memory that graphs share
-    which never run at a time; None for new memory."""
+    """Capture the work that `step` launches as a CUDA graph, after one call that initialises its libraries. `pool`: id
+    of the memory pool of another graph, which must never run at the same time; None for memory of its own."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

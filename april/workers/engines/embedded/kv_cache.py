@@ -58,7 +58,8 @@ class LengthGroup:
         return len(self.slots) - 1
 
     def remove(self, row: int, stored: np.ndarray) -> int | None:
-        """Free a row and move the last sequence into it. Returns the moved sequence's slot, or None.
+        """Free a row and move the group's last sequence into it. Returns the moved sequence's slot; None if the freed
+        row was the last one.
 
         `stored`: int [slots], number of positions with keys and values in each slot.
         """
@@ -181,7 +182,8 @@ class KVCache:
         return self._capacities[self._group_of[slots]]
 
     def outgrown(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The `slots` whose next `positions` lie beyond their group's capacity."""
+        """Those of `slots`, int [n], whose group has no room for the position that they store next. `positions`: int64
+        [n], that position of each slot."""
         return slots[positions >= self.capacities_of(slots)]
 
     def promote(self, slot: int, stored: np.ndarray) -> bool:
@@ -230,10 +232,10 @@ class KVCache:
     # --- forward passes --------------------------------------------------------------------------------------------
 
     def prefill(self, decoder: Decoder, table: SlotTable, shared: Mapping[int, int], pass_tokens: int) -> None:
-        """Prefill the contexts of slots without their last token, in passes of at most `pass_tokens` with padding or
-        one context.
+        """Prefill the contexts of the slots that `shared` names. The last token of each context is left out, since it
+        is decoded. A pass prefills at most `pass_tokens` tokens with padding, unless a single context is longer.
 
-        `shared`: number of leading tokens of each slot that are in the cache.
+        `shared`: slot -> number of its leading tokens whose keys and values are in the cache already.
         """
         for slots, start in prefill_batches(table, shared, pass_tokens):
             longest = int(table.length[slots].max()) - 1
@@ -244,7 +246,8 @@ class KVCache:
                 self.store(rows, layer, keys_values, start)
 
     def decode(self, decoder: Decoder, batch: DecodeBatch) -> Tensor:
-        """Logits, float32 [n, vocabulary], of the next token of each row."""
+        """Logits, float32 [n, vocabulary], of the next token of each row of the batch. Stores keys and values of the
+        rows' last tokens."""
         groups = [group for group in self.groups if group.slots]
         for group in groups:
             rows = slice(group.start, group.stop)
@@ -253,7 +256,9 @@ class KVCache:
 
 
 def prefill_batches(table: SlotTable, shared: Mapping[int, int], pass_tokens: int) -> Iterator[tuple[np.ndarray, int]]:
-    """(slots, start position) of each prefill batch: slots of similar length, at most `pass_tokens` with padding."""
+    """Yields (slots, start position) of each prefill batch: slots of similar length, with at most `pass_tokens` tokens
+    and padding in all, unless one slot alone has more. `shared`: slot -> number of its leading tokens that are in the
+    cache already."""
     batch: list[int] = []
     batch_start = 0
     stored = {slot: int(table.length[slot]) - 1 for slot in shared}

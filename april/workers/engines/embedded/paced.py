@@ -54,7 +54,8 @@ class PacedEngine(TorchEngine):
         super().__init__(model_path, **options)
         self.pacing, self.pace, self._status_file = pacing, Pace(pacing.cost.source, factor), status_file
         self._contexts = self._context_tokens = self._kv = 0
-        """Counts of the current step: contexts and context tokens prefilled, and KV tokens attended over."""
+        """Three numbers of the current step: contexts that were prefilled, tokens in these contexts, and KV tokens that
+        the running sequences attend over."""
         self._due = 0.0
         """Time at which the last step had to end according to the cost model (Unix seconds)."""
         self._next_status_at = 0.0

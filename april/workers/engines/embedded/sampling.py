@@ -13,7 +13,8 @@ from torch import Tensor
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 LARGE_VOCABULARY, BLOCK = 2048, 128
-"""Vocabulary size from which `draw` searches it block by block, and tokens per block."""
+"""Number of vocabulary entries from which on `draw` searches the vocabulary block by block, and number of entries in a
+block."""
 
 
 def mix(x: np.ndarray) -> np.ndarray:

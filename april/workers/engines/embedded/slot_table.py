@@ -18,11 +18,12 @@ class SlotTable:
         self.max_context = max_context
         self.request_id = [0] * slots
         self.length = np.zeros(slots, np.int64)
-        """Context tokens of each slot; the last one is not in the KV cache yet."""
+        """int64 [slots]: number of context tokens, prompt and response, of each slot. The last one is not in the KV
+        cache yet."""
         self.max_length = np.zeros(slots, np.int64)
-        """Context length at which the token budget is used up."""
+        """int64 [slots]: number of context tokens at which the slot's response has used up its token budget."""
         self.handed_over = np.zeros(slots, np.int64)
-        """Context tokens of each slot that the engine's caller already has, prompt included."""
+        """int64 [slots]: number of context tokens that the engine's caller already has, the prompt included."""
         self.stream = np.zeros(slots, np.uint64)
         self.temperature = np.zeros(slots)
         self.top_k = np.zeros(slots, np.int64)
@@ -31,7 +32,8 @@ class SlotTable:
         """Stop token ids of each slot, padded with -1."""
         self.tokens = np.zeros((slots, min(256, max_context)), np.int32)
         self.logprobs = np.zeros(self.tokens.shape, np.float32)
-        """Context tokens and their log-probabilities; both arrays grow to the longest context so far."""
+        """float32 [slots, length]: log-probabilities of the context tokens whose ids are in `tokens`. Both arrays grow
+        to the longest context so far."""
 
     def fill(self, slot: int, request: Request) -> None:
         length = len(request.tokens)
@@ -62,8 +64,8 @@ class SlotTable:
 class DecodeBatch:
     """The running slots in cache order, with the arrays that a decode step needs.
 
-    It is rebuilt when the set of running slots changes or a row is due (`due_at`); the steps between only touch whole
-    arrays.
+    It is rebuilt when the set of running slots changes, or when a row has reached its length in `due_at`. The steps in
+    between only update whole arrays.
     """
 
     def __init__(
@@ -76,16 +78,16 @@ class DecodeBatch:
         device: torch.device,
     ):
         """`slots`: int64 [n], the slot of each row. `full_at`: int64 [n], the context length at which a row has
-        outgrown its place in the cache. `chunk_tokens`: tokens at which a chunk is due."""
+        outgrown its place in the cache. `chunk_tokens`: number of tokens of a row that are returned as a full chunk."""
         self.slots = slots
         self.lengths = table.length[slots]
         self.due_at = np.minimum(np.minimum(table.max_length[slots], table.handed_over[slots] + chunk_tokens), full_at)
         """int64 [n]: context length at which a row ends, hands over its next chunk of tokens, or moves to a longer part
         of the cache."""
         self.steps_left = int((self.due_at - self.lengths).min())
-        """Decode steps that can still be launched before a row is due."""
+        """Number of decode steps that can still be launched before the first row reaches its length in `due_at`."""
         self.unread = 0
-        """Launched steps whose tokens are not appended."""
+        """Number of launched decode steps whose sampled tokens have not been read and appended to the rows yet."""
         table.reserve(int(self.due_at.max()))
         self.stream = table.stream[slots]
         self.plan = SamplingPlan.of(
@@ -98,7 +100,8 @@ class DecodeBatch:
         self.positions = torch.from_numpy(self.lengths - 1).to(device)
 
     def advance(self, tokens: Tensor) -> None:
-        """Decode the tokens that were sampled last, int64 [n] on the device, in the next step."""
+        """Make the tokens that were sampled last, int64 [n] on the device, the ones that the next step decodes, one
+        position further."""
         self.last = tokens
         self.positions += 1
         self.unread += 1

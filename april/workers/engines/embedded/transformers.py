@@ -44,13 +44,15 @@ MAX_BATCHES = 8
 PREFILL_TOKENS = 16384
 """Maximum number of tokens, padding included, prefilled in one batch, unless a single context is longer."""
 TRIAL_LENGTH, TRIAL_STEPS = 9, 8
-"""Longest context, and tokens after it, in which decoding with a cache is compared with a whole forward pass."""
+"""Longest context (tokens), and number of tokens decoded after it, in the test that compares decoding with a cache with
+a whole forward pass."""
 UNBOUNDED_CONTEXT = 1 << 20
 """Longest context of a model whose config.json names none, such as a state space model (tokens)."""
 
 
 def read_config(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """A folder's configuration, and transformers' class for it. Raises EngineError if there is none."""
+    """transformers' configuration of a model folder, and its class for this model. Raises EngineError if transformers
+    cannot read the configuration or has no class for it, or if this engine cannot run the model."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what transformers raises of a config.json has no bounds
@@ -102,7 +104,8 @@ class TransformersEngine(InProcessEngine):
         return text.vocab_size, getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT
 
     def expected_tensors(self, config: Config) -> tuple[dict[str, tuple[int, ...]], bool]:
-        """No tensors: only transformers knows the names and shapes, and the machine may have no weights."""
+        """Returns ({}, False): no names and shapes are checked beforehand, since only transformers knows them, and the
+        machine may have no weights."""
         return {}, False
 
     @property
@@ -112,7 +115,8 @@ class TransformersEngine(InProcessEngine):
     # --- weights --------------------------------------------------------------------------------------------------
 
     def check_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check nothing: transformers checks names and shapes in `set_weights`."""
+        """Raise EngineError for values that are not finite. Names and shapes are checked by transformers, in
+        `set_weights`."""
         for name, tensor in tensors.items():
             if not is_finite(tensor):
                 raise EngineError(f"tensor {name!r} has values that are not finite; the learner must not publish it")
@@ -175,7 +179,8 @@ class TransformersEngine(InProcessEngine):
         return float(torch.stack(errors).max())
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Implements `ComparingEngine`."""
+        """Names of the tensors that the engine holds with other values than `tensors` (implements
+        `ComparingEngine`)."""
         held = revert_weight_conversion(self._lm, dict(self._lm.state_dict()))
         tied = self._lm.all_tied_weights_keys.keys()
         return [
@@ -253,7 +258,8 @@ def is_padded_exactly(config: PreTrainedConfig) -> bool:
 
 
 def check_found(found: Mapping[str, Any]) -> None:
-    """Raise EngineError unless transformers has found exactly the tensors of the model. `found`: its loading info."""
+    """Raise EngineError unless transformers has found exactly the tensors of the model. `found`: the loading info that
+    its `from_pretrained` returns."""
     for kind, names in (("lack", found["missing_keys"]), ("have an unknown", found["unexpected_keys"])):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -279,7 +285,7 @@ class Context(NamedTuple):
 
 
 class ImageInputs:
-    """Makes the inputs of a vision-language model from the images of contexts that are prefilled together."""
+    """Makes the image arguments of a vision-language model, for contexts that are prefilled together."""
 
     def __init__(self, reader: PixelReader, token_id: int):
         self.reader, self.token_id = reader, token_id
@@ -306,8 +312,9 @@ class ImageInputs:
         return places_of_images(np.asarray(tokens), self.token_id, counts, starts)
 
     def inputs(self, lm: Any, contexts: Sequence[Context], mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Positions of padded contexts in three axes by the model's own rule, int64 [3, n, L], and the image arguments
-        of the prefill. `mask`: int64 [n, L], 0 for padding. At least one context has an image."""
+        """Positions of padded contexts and the image arguments of their prefill, for the model `lm` of transformers.
+        The positions, int64 [3, n, L], have three axes (time, height, width) by the model's own rule. `mask`: int64 [n,
+        L], 0 for padding. At least one context has an image."""
         read = [self.read(context.images) for context in contexts]
         places = torch.zeros(mask.shape, dtype=torch.bool)
         for row, ((tokens, _, starts), images) in enumerate(zip(contexts, read, strict=True)):
@@ -343,14 +350,15 @@ class CachedBatch:
         return next((value for value in self.inputs.values() if isinstance(value, Cache)), None)
 
     def keep(self, live: set[RunningRequest]) -> None:
-        """Drop the requests that are not live any more."""
+        """Keep only the requests in `live`; the others are dropped from the batch and its cache."""
         rows = [row for row, each in enumerate(self.running) if each in live]
         if len(rows) < len(self.running):
             self.running = [self.running[row] for row in rows]
             self._select(rows)
 
     def sample(self, lm: Any) -> list[Next]:
-        """Sample the next token of each request."""
+        """Sample and append the next token of each request with `lm`, transformers' model; returns the tokens in the
+        order of `running`."""
         logits, requests = self.logits(lm), [each.request for each in self.running]
         streams = np.array([stream_of(request.seed) for request in requests], np.uint64)
         positions = np.array([len(each.context) for each in self.running], np.int64)
@@ -414,7 +422,8 @@ class CachedBatch:
         return outputs.logits[:, -1].float()
 
     def _select(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch, in this order, in its contexts, inputs and cache."""
+        """Keep only the rows of the batch with these indices, in this order: in `ids`, in the tensors of `inputs`, and
+        in the cache."""
         if self.ids is None or rows == list(range(len(self.ids))):
             return
         index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)

@@ -27,8 +27,8 @@ meanwhile."""
 
 
 class ServerWeightChannel:
-    """Implements `InferenceServer`: a worker's SGLang servers as members of a weight channel. Servers that are up when
-    the learner invites the worker join.
+    """Implements `InferenceServer`: a worker's SGLang servers as members of a weight channel. When the learner invites
+    the worker, the servers that are up join.
 
     A server that hangs in a group which the learner has given up is reported to its engine, which restarts it.
     """
@@ -39,7 +39,7 @@ class ServerWeightChannel:
         """Indices of the servers that have joined the channel, or are joining it."""
 
     def up(self) -> tuple[bool, ...]:
-        """For each server whether it is up (can load weights now); an empty tuple if none is."""
+        """For each server whether it is up, that is, can load weights now. An empty tuple if no server is up."""
         ups = tuple(engine.ready for engine in self._engines)
         return ups if any(ups) else ()
 
@@ -76,8 +76,9 @@ class ServerWeightChannel:
             await asyncio.gather(*(self._enter(engine, own | name, deadline) for engine, own in calls))
 
     async def _enter(self, engine: SGLangEngine, body: dict, deadline: float) -> None:
-        """Have a server join one group. `body`: of the call to the server. `deadline`: Unix time, seconds. A server
-        that does not answer by then is reported to its engine as stuck."""
+        """Have a server join one process group of the channel. `body`: JSON body of the call
+        /init_weights_update_group. `deadline`: Unix time, seconds. A server that does not answer by then is reported to
+        its engine as stuck."""
         try:
             await call_once(engine, "/init_weights_update_group", body, deadline)
         except ServerSilent as error:
@@ -108,7 +109,8 @@ def ranks_of(engine: SGLangEngine) -> int:
 
 
 async def call_once(engine: SGLangEngine, path: str, body: dict, deadline: float) -> None:
-    """Call a server over a connection of its own; it has to answer by `deadline` (Unix time, seconds)."""
+    """POST `body` as JSON to a server's `path`, over a connection of its own. The server has to answer by `deadline`
+    (Unix time, seconds)."""
     client = engine.make_client()
     try:
         await client.call(path, body, max(0.0, deadline - clock.now()))
@@ -117,7 +119,7 @@ async def call_once(engine: SGLangEngine, path: str, body: dict, deadline: float
 
 
 class ServerWeightLoader(WeightLoader):
-    """Loads weights in the background, while the worker's other servers keep generating."""
+    """Loads weights into one SGLang server in the background, while the worker's other servers keep generating."""
 
     engine: SGLangEngine
 

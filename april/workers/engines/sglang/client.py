@@ -12,7 +12,7 @@ from april.workers.engines.base import EngineError
 API_KEY = "APRIL_SGLANG_API_KEY"
 """Environment variable with the API key of a server that requires one."""
 CALL_S = 10.0
-"""Time limit of a call that the server answers without work, unless the caller sets another (s)."""
+"""Default time limit of a call (s): enough for one that the server answers at once, without generating or loading."""
 LONGEST_EVENT_BYTES = 64 << 20
 
 

@@ -86,11 +86,12 @@ class SGLangEngine(ServerRequests):
     ):
         """Blocks until the server serves. Raises ServerFailed.
 
-        `slots`: most requests (`capacity`). `chunk_tokens`, `report_s`: a chunk is due after so many tokens or seconds.
-        `pause`: SGLang's mode for weight updates. `max_restarts`: restarts in a row that finish no request. `push`:
-        None for `DiskSnapshot`. `stream_tokens`: tokens per streamed event. `stall_s`: the server counts as hung if it
-        streams nothing for so long while it has requests. `update_s`: longest weight update. `start_s`: longest absence
-        of an external server. `loop`, `step_signal`: shared by several engines; the caller closes the loop.
+        `slots`: most requests at a time. `chunk_tokens`, `report_s`: new tokens are returned once there are so many, or
+        every so many seconds. `stream_tokens`: tokens per streamed event. `pause`: SGLang's mode for weight updates.
+        `stall_s`: a server that has requests and streams nothing for so long counts as hung. `update_s`, `start_s`:
+        longest weight update, and absence of an external server (s). `max_restarts`: restarts in a row that finish no
+        request. `push`: how tensors get into the server; None: by `DiskSnapshot`. `loop`, `step_signal`: shared by
+        several engines; the caller closes the loop.
         """
         check_pause(pause, stream_tokens)
         self.model_path, self.vocabulary, self.max_context = Path(model_path), vocabulary, max_context
@@ -147,7 +148,8 @@ class SGLangEngine(ServerRequests):
         return self.collect()
 
     def collect(self) -> list[Chunk]:
-        """The chunks that are due, without waiting. Chunks of a version under weight check are held back."""
+        """Return, without waiting, the chunks that are full or end a request, and at every tick (each `report_s`
+        seconds) all new tokens. Chunks of a version whose weight check has not ended are held back."""
         self._hand_over_due()
         chunks = [chunk for chunk in self._chunks if chunk.version != self._unverified]
         self._chunks = [chunk for chunk in self._chunks if chunk.version == self._unverified]
@@ -224,7 +226,7 @@ class SGLangEngine(ServerRequests):
         verify: VerifyWeights | None = None,
         meet: weights.Meet = alone,
     ) -> None:
-        """As `update_weights`, with what the learner broadcasts; `meet`, `post`: as for `receive_broadcast`."""
+        """As `update_weights`, with weights that the learner broadcasts. `meet`, `post`: as for `receive_broadcast`."""
         self._check_ready()
         shapes = {head.name: tuple(head.shape) for part in manifest.parts for head in part.tensors}
         check_heads(self._push.expected, self._push.tied, shapes)
@@ -235,10 +237,8 @@ class SGLangEngine(ServerRequests):
     async def update_from_external(
         self, version: Version, post: Callable[[], None], loaded: Future[None], verify: VerifyWeights | None = None
     ) -> None:
-        """As `update_weights`, with weights that a process outside April loads between `post` and the end of `loaded`.
-
-        The server is paused in between.
-        """
+        """As `update_weights`, with weights that a process outside April loads. `post` tells it that the server is
+        paused, and `loaded` ends once the weights are in the server."""
         self._check_ready()
         self._holds_base_weights = False
         load = weights.adopt_external_weights(self.client, post, loaded, self._change(version))
@@ -303,7 +303,7 @@ class SGLangEngine(ServerRequests):
         return {"weight_version": str(version), "flush_cache": self.pause != "in_place"}
 
     def _expected_checksums(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
-        """Checksums that the server must report for these weights; empty if unknown, or if no comparison is due."""
+        """The server's checksums if it holds these weights; empty if unknown, and in most updates (VERIFY_EVERY)."""
         return checksums_in_server(tensors) if self._checksums_comparable and self._updates % VERIFY_EVERY == 0 else {}
 
     def make_client(self) -> SGLangClient:
@@ -386,7 +386,7 @@ class SGLangEngine(ServerRequests):
             raise (weights.HalfLoaded(str(error)) if loaded else error) from None
 
     async def _compare(self, expected: dict[str, str]) -> None:
-        """Compare the server's checksums with those of the sent weights. Raises HalfLoaded."""
+        """Raise HalfLoaded if the server's checksums differ from `expected`, those of the sent weights."""
         answer = await self.client.call("/weights_checker", {"action": "checksum"}, self.update_s)
         held = answer["ranks"][0]["checksums"]
         if wrong := [name for name in held if held[name] != expected.get(name)]:
@@ -419,7 +419,7 @@ class SGLangEngine(ServerRequests):
         self._suspicion, self.ready, self._holds_base_weights = "", True, True
 
     def _check(self, info: dict) -> None:
-        """Validate the server's configuration, and keep its sizes. Raises ServerFailed."""
+        """Validate the server's /server_info, and keep its longest context and most requests. Raises ServerFailed."""
         own = json.loads((self.model_path / "config.json").read_bytes())
         self._declared_dtype = str(own.get("dtype") or own.get("torch_dtype"))
         check_server(info)

@@ -83,8 +83,8 @@ class ServerEntry(EngineEntry):
 
     @classmethod
     def weight_channels(cls, config: Config, worker: str) -> list[str]:
-        """The worker's channel; one for each server if the transport carries no weights, since a trainer outside April
-        then pauses and loads each server separately."""
+        """Names of the worker's weight channels: one, named like the worker. If the transport carries no weights, there
+        is one for each server, since a trainer outside April then pauses and loads each server separately."""
         carries = TRANSPORTS.find(config.weights.transport).carries_weights
         return [worker] if carries else cls.engine_names(config, worker)
 
@@ -108,7 +108,8 @@ class ServerEntry(EngineEntry):
     def weight_loaders(
         cls, config: Config, engine: Any, worker: str, make_source: "Callable[..., WeightSource]"
     ) -> "list[WeightLoader]":
-        """One weight loader per server. Servers that the learner broadcasts to join the channel themselves."""
+        """One weight loader for each server of the worker. If `engine.weights` is "broadcast", the servers join the
+        weight channel themselves, in place of the worker."""
         from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
         from april.workers.engines.sglang.shared_weights import SharedWeights
 
@@ -209,7 +210,8 @@ class SGLangEntry(ServerEntry):
 
 
 def check_cut(config: Config) -> None:
-    """Refuse top-k, top-p or min-p together with options under which SGLang does not return the supports."""
+    """Raise ConfigError for top-k, top-p or min-p together with options under which SGLang does not return each token's
+    support (the ids it was drawn from)."""
     sampling, server = config.sampling, config.engine.server
     if sampling.is_cut and (algorithm := server.get("speculative_algorithm")):
         refuse(
@@ -229,7 +231,7 @@ def check_cut(config: Config) -> None:
 
 
 def check_servers(engine: EngineSection) -> None:
-    """Refuse invalid addresses, and options for servers that April does not start."""
+    """Raise ConfigError for invalid addresses of servers, and for options of servers that April does not start."""
     for url in engine.url:
         if not re.fullmatch(r"https?://[^/\s:]+(:\d+)?", url.rstrip("/")):
             refuse("engine.url", url, "is no address", "give the server's as http://HOST:PORT, several with commas")
@@ -270,7 +272,8 @@ GIB, MIB = 1 << 30, 1 << 20
 CONTEXT_BYTES = GIB
 """Memory of the CUDA context, its kernels and communication buffers."""
 PREFILL_CHUNKS = ((20, 2048), (60, 4096), (160, 8192), (math.inf, 16384))
-"""SGLang's default prefill chunk: (accelerator memory below this many GiB, tokens)."""
+"""SGLang's default prefill chunks: pairs (limit in GiB, tokens). An accelerator whose memory is below the limit gets
+chunks of so many tokens; the first pair that fits counts."""
 CHUNK_TOKEN_BYTES, LEAST_CHUNK = 1.5 * MIB, 2048
 GRAPH_BYTES, SMALL_GIB, LARGE_BYTES = 512 * MIB, 60, 10 * GIB
 """CUDA graphs of up to 256 requests take GRAPH_BYTES. On accelerators above SMALL_GIB, SGLang reserves at least
@@ -278,7 +281,8 @@ LARGE_BYTES besides weights and cache."""
 
 
 def memory_share(config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> MemoryShare:
-    """Implements `EngineEntry.memory_options`; a fraction set in the configuration wins."""
+    """Implements `EngineEntry.memory_options` with SGLang's option for its share of the accelerator's memory. A share
+    that the configuration sets is kept."""
     available = free_bytes - CONTEXT_BYTES - other_bytes(config, total_bytes)
     fraction = float(config.engine.server.get(MEMORY_OPTION) or math.floor(1000 * available / total_bytes) / 1000)
     return MemoryShare({MEMORY_OPTION: fraction}, total_bytes * fraction - weight_bytes)

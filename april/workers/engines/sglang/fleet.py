@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class SGLangFleet:
-    """Implements `Engine` on several engines that share one event loop, which it closes, and one step signal."""
+    """Implements `Engine` on several servers, each with an engine of its own. The engines share one step signal, and
+    one event loop, which this class closes."""
 
     def __init__(self, engines: Sequence[SGLangEngine], loop: asyncio.AbstractEventLoop, step_signal: StepSignal):
         self.engines = list(engines)
@@ -71,7 +72,8 @@ class SGLangFleet:
 
     @property
     def capacity(self) -> int:
-        """Sum of the servers' capacities; a server with older weights counts its live requests: it gets no new ones."""
+        """Sum of the servers' capacities. A server whose weights are not the newest counts only with the requests that
+        it has, since it gets no new ones."""
         current = self._current()
         return sum(engine.capacity if engine in current else engine.live for engine in self._alive)
 
@@ -174,5 +176,5 @@ class SGLangFleet:
 
 
 def load(engine: SGLangEngine) -> float:
-    """Live requests as a share of the engine's capacity."""
+    """Requests that run or are queued, as a share of the engine's capacity."""
     return engine.live / max(engine.capacity, 1)

@@ -37,7 +37,8 @@ class ImageTokens:
 
     @classmethod
     def of(cls, folder: Path) -> "ImageTokens | None":
-        """The ids of a policy's folder; None for a policy that takes no images. Raises ConfigError."""
+        """The ids, and the rule for the number of an image's tokens, of the model in a folder; None for a model that
+        takes no images. Raises ConfigError."""
         rule, config = ImageRule.of(folder), read_json(folder / "config.json")
         if rule is None:
             return None
@@ -69,8 +70,8 @@ class SentImages:
 
     @classmethod
     def of(cls, request: Request, known: ImageTokens | None) -> "SentImages":
-        """The images of a request to a model; `known`: None for one that takes none. Raises EngineError for images that
-        do not fit the request or the model."""
+        """The images of a request for a server. `known`: how the model takes images; None for a model that takes none.
+        Raises EngineError for images that do not fit the request or the model."""
         if known is None:
             raise EngineError(f"request {request.id} has images, and the model takes none")
         try:
@@ -86,14 +87,14 @@ class SentImages:
         return sent
 
     def fields(self, context: Sequence[int]) -> dict[str, Any]:
-        """Fields of the body of POST /generate with the images and the token ids `context`, in which each image has all
-        its placeholders. Raises ValueError."""
+        """Fields for the body of POST /generate: the images, and the token ids `context` with one placeholder for each
+        image. In `context` each image has all its placeholders. Raises ValueError if images and tokens do not fit."""
         ids = self.collapsed(np.array(context)).tolist()
         return {"input_ids": ids, "image_data": self.urls, "return_prompt_token_ids": True}
 
     def collapsed(self, tokens: np.ndarray) -> np.ndarray:
-        """Token ids with one placeholder in the place of those of each image. Raises ValueError for too few of them,
-        and for tokens that SGLang would not read as meant."""
+        """The token ids `tokens`, int32 [T], with a single placeholder for each image instead of all its placeholders.
+        Raises ValueError for too few placeholders, and for tokens that SGLang would not read as meant."""
         places = places_of_images(tokens, self.known.rule.token_id, self.counts, self.starts)
         self.known.check_text(tokens, ~places)
         is_kept, of_images = ~places, np.flatnonzero(places)

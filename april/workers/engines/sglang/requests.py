@@ -30,7 +30,7 @@ from april.workers.engines.sglang.run import StepSignal, StreamedRequest
 log = logging.getLogger(__name__)
 
 CANCEL_S = 3.0
-"""Longest wait for aborted requests to end; after it, no further tokens are taken."""
+"""Longest wait for aborted requests to end (s); after it, no further tokens of theirs are taken."""
 ABORT_S = 4.0
 """Longest wait for a server to accept an abort (s); short enough that the samples on a worker's other servers are still
 given back within `broker.abort_deadline_s`."""
@@ -52,7 +52,7 @@ class ServerRequests:
         self.version: Version | None = None
         self.generated_tokens = 0
         self.restarts = 0
-        """Restarts of the server since it last finished a request."""
+        """Number of restarts of the server since it last finished a request."""
         self.chunk_tokens, self._ticks = chunk_tokens, Ticks(report_s, clock.now())
         self.stream_tokens = min(stream_tokens, chunk_tokens)
         self._queue: dict[int, StreamedRequest] = {}
@@ -72,19 +72,21 @@ class ServerRequests:
 
     @property
     def client(self) -> SGLangClient:
-        """Client of the current or last server. Raises ServerGone if there was none yet."""
+        """Client of the server, or of the last one if it has been killed. Raises ServerGone if no server was reached
+        yet."""
         if self._client is None:
             raise ServerGone(f"no {self.server_name} server has been reached yet")
         return self._client
 
     @cached_property
     def _image_tokens(self) -> ImageTokens | None:
-        """Rule by which the model takes images; None if it takes none."""
+        """The model's placeholder ids and its rule for the number of an image's tokens; None if the model takes no
+        images."""
         return ImageTokens.of(self.model_path)
 
     def images_of(self, request: Request) -> SentImages | None:
-        """The images that the server is sent with a request; None without any. Raises EngineError for images that do
-        not fit the request or the model."""
+        """The images of a request, in SGLang's form; None if it has none. Raises EngineError for images that do not fit
+        the request or the model."""
         return SentImages.of(request, self._image_tokens) if request.images else None
 
     @property
@@ -92,7 +94,7 @@ class ServerRequests:
         return len(self._queue) + len(self._streaming)
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether a request with this id is live."""
+        """Whether a request with this id runs or is queued."""
         return request_id in self._queue or request_id in self._streaming
 
     def failures(self) -> list[tuple[int, str]]:
@@ -164,7 +166,7 @@ class ServerRequests:
             self._queue[streamed.request.id] = streamed
 
     def _end(self, streamed: StreamedRequest) -> None:
-        """Return the remaining tokens as chunks, and end the request."""
+        """End a request: its remaining tokens become chunks, which `collect` returns later."""
         if streamed.ended:
             return
         self._hand_over(streamed)

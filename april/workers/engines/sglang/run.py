@@ -18,12 +18,13 @@ from april.workers.engines.sglang.client import ServerRefuses
 from april.workers.engines.sglang.images import SentImages
 
 FINISH_REASONS: dict[str, Finish] = {"stop": "stop", "length": "length"}
-"""Finish reasons of the server that end a response; any other is an interruption."""
+"""The server's finish reasons with which a response ends -> April's. With any other reason the request was interrupted,
+and its response goes on."""
 
 
 @dataclass(slots=True, eq=False)
 class StreamedRequest:
-    """A live request over one or several attempts.
+    """A request that has not ended, over one or several attempts.
 
     Each attempt is one streamed call of /generate; a weight update interrupts it, and the next one continues it.
     """
@@ -32,7 +33,7 @@ class StreamedRequest:
     images: SentImages | None = None
     """The request's images, if it has some."""
     context: list[int] = field(default_factory=list)
-    """Token ids of prompt and response at the beginning of the current attempt."""
+    """Token ids that the current attempt began with: the prompt, and the response tokens generated before."""
     rid: str = ""
     """SGLang's id of the current attempt. All have one length, because SGLang aborts every id with a given prefix."""
     generated: list[int] = field(default_factory=list)
@@ -49,7 +50,8 @@ class StreamedRequest:
     """Supports of the pending tokens, if the request asks for them."""
     task: asyncio.Task | None = None
     finish_reason: Finish | None = None
-    """Finish reason that the server has reported; the pending tokens are then the last. None before."""
+    """Finish reason that the server has reported, after which the pending tokens are the last; None as long as the
+    response goes on."""
     interrupted: bool = False
     """Whether the current attempt was aborted to continue under other weights."""
     ended: bool = False
@@ -138,10 +140,10 @@ class StreamedRequest:
             )
 
     def end_reached(self, kind: str) -> Finish | None:
-        """The finish reason, if the response has ended.
+        """The finish reason if the response has ended, otherwise None.
 
-        `kind`: the server's finish type. An abort hides an end reached in the same step; such an end is read from the
-        tokens.
+        `kind`: type of the finish reason that the server gave. An abort in the same step hides that the response has
+        ended; this is then seen from its tokens.
         """
         if kind in FINISH_REASONS:
             return FINISH_REASONS[kind]
@@ -188,13 +190,14 @@ STEP_S = 0.02
 
 
 class StepSignal(asyncio.Event):
-    """Wakes a step; the engines that share an event loop share one.
+    """Event that wakes a waiting step. Engines that share an event loop share one signal.
 
-    It is set when a chunk is due, a request has ended in any way, or a weight update has ended.
+    It is set when a chunk can be returned, a request has ended in any way, or a weight update has ended.
     """
 
     async def wait_for_work(self, expected: bool) -> None:
-        """Wait for the signal, at most STEP_S. If none is `expected`, only run the event loop once."""
+        """Wait for the signal, at most STEP_S seconds. If no work is `expected`, do not wait, and only run the event
+        loop once."""
         if not expected:
             return await asyncio.sleep(0)
         with contextlib.suppress(TimeoutError):

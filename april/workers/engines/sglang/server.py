@@ -61,7 +61,8 @@ class PortLost(ServerFailed):
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Command line and environment of a server. `options`: SGLang's own, with underscores; they override the rest."""
+    """Command line and environment of a server. `options`: options of SGLang's command line, with underscores for
+    hyphens; they override those that April sets."""
 
     name: ClassVar[str] = "SGLang"
 
@@ -114,7 +115,7 @@ class ServerSettings:
 
 
 def option_words(name: str, value: Any) -> list[str]:
-    """Command-line words of one option: `--name value`; True gives the bare flag, False nothing."""
+    """Command-line words of one option: `--name value`. The value True gives only `--name`, and False gives no word."""
     flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
         return [flag] if value else []
@@ -163,7 +164,8 @@ class SGLangServer:
     async def wait(self, client: SGLangClient) -> dict:
         """Wait until the server answers; returns its /server_info.
 
-        Raises ServerFailed after `start_s` or if the process ends, PortLost, ApiKeyRefused.
+        Raises ServerFailed if the process ends or `start_s` has passed, PortLost if another process has taken its port,
+        and ApiKeyRefused if it requires another API key.
         """
         deadline = clock.now() + self.settings.start_s
         while True:
@@ -278,7 +280,8 @@ THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_thresho
 
 
 def check_server(info: Mapping[str, Any]) -> None:
-    """Raise ServerFailed for an unsuitable server; `info`: its /server_info."""
+    """Raise ServerFailed for a server with pipeline or data parallelism, or with speculative decoding that does not
+    sample from the policy. `info`: the server's answer to /server_info."""
     for key in ("pp_size", "dp_size"):
         if info.get(key, 1) != 1:
             raise ServerFailed(
@@ -325,8 +328,8 @@ def check_pause(pause: str, stream_tokens: int) -> None:
 
 
 def check_speculation(options: Mapping[str, Any], device: str, rocm: bool = False) -> None:
-    """Raise ServerFailed for speculative decoding that does not sample from the policy. `options`: the server's.
-    `rocm`: the device is an AMD accelerator.
+    """Raise ServerFailed for speculative decoding that does not sample from the policy. `options`: the server's
+    options. `rocm`: whether the device is an AMD accelerator.
 
     On devices without kernels that sample during verification, SGLang 0.5.23 takes the likeliest token at any
     temperature: `_verify_uses_greedy` in its speculative/eagle_utils.py.

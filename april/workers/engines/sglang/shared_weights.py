@@ -17,9 +17,10 @@ from april.workers.engines.base import EngineError
 
 
 class SharedWeights:
-    """Passes the versions of one source to several servers. All methods are called by the worker's main loop.
+    """Passes the versions of weights of one source to several servers. All methods are called by the worker's main
+    loop.
 
-    The source learns that a version is loaded once all servers that are up hold it. If a server needs a version again,
+    The source is told that a version is loaded once all servers that are up hold it. If a server needs a version again,
     the source fetches it again, and the other servers keep what they hold.
     """
 
@@ -30,24 +31,26 @@ class SharedWeights:
         patience_s: float,
         members: Callable[[], Collection[int]] | None = None,
     ):
-        """`ups`: whether each server is up. `patience_s`: longest wait of a server for the others, where all receive
-        together. `members`: indices of the servers in the group with the learner; None if the weights come to the
-        worker."""
+        """`ups`: functions that tell whether each server is up. `patience_s`: longest time that a server waits for the
+        others, where all receive the weights together. `members`: function that returns the indices of the servers in
+        the group with the learner; None if the weights come to the worker."""
         self.source, self.patience_s, self._members = source, patience_s, members
         self.shares = [ServerShare(self, up) for up in ups]
         self._is_asked = True
-        """Whether weights for servers without any have been requested, or nothing has been published yet."""
+        """Whether the source has been asked to fetch weights and has not delivered them yet, so that it is not asked
+        twice. True at first, when nothing has been published."""
 
     def takers(self, version: Version) -> "list[ServerShare]":
-        """Shares (`ServerShare`) of the servers that are to load `version`, which the source has staged. Servers that
-        receive as one group take it all together: empty until each of them can."""
+        """Shares (`ServerShare`) of the servers that are to load `version` now; the source has staged it. Servers in a
+        group with the learner take it all together: the list is empty until each of them can."""
         if self._members is None:
             return [share for share in self.shares if share.up() and version not in (share.held, share.loading)]
         members = [self.shares[index] for index in self._members()]
         return members if all(share.up() and share.loading is None for share in members) else []
 
     def hand_out(self) -> None:
-        """Give the version that the source has staged to the shares, and have the source fetch what a server lacks."""
+        """Give the version that the source has staged to the shares (`ServerShare`) that are to load it. If a server
+        that is up has no weights, have the source fetch them again."""
         version = self.source.staged_version
         if version and (takers := self.takers(version)) and (staged := self.source.take()):
             barrier = ServerBarrier(len(takers), self.patience_s, staged.post) if staged.post else None
@@ -87,7 +90,7 @@ class SharedWeights:
 
 
 class ServerShare(WeightSource):
-    """The weights of one of several servers."""
+    """The weights of one of several servers, as the source of this server's `WeightLoader`."""
 
     def __init__(self, shared: SharedWeights, up: Callable[[], bool]):
         super().__init__()
@@ -99,11 +102,12 @@ class ServerShare(WeightSource):
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether the server has no weights, and none to take."""
+        """Whether the server holds no weights, loads none, and has none staged to load."""
         return self.held is None and self.loading is None and self._staged is None
 
     def receive(self, staged: StagedWeights, barrier: "ServerBarrier | None") -> None:
-        """Stage a version for this server. If `barrier` is given, its servers receive the version together."""
+        """Stage a version for this server to load. `barrier`: that of the servers which receive the version together;
+        None if this server takes it by itself."""
         self._barrier = barrier
         if barrier:
             return self.stage(replace(staged, post=barrier.post, meet=barrier.meet))
@@ -160,8 +164,8 @@ class ServerBarrier:
     """A barrier for the servers of one group: each waits in `meet` until all have reached it."""
 
     def __init__(self, count: int, patience_s: float, post: Callable[[], None]):
-        """`post`: tells the learner that all of the `count` servers are ready for the next part of the weights.
-        `patience_s`: longest wait in `meet`."""
+        """`count`: number of servers. `post`: tells the learner that all of them are ready for the next part of the
+        weights. `patience_s`: longest wait of a server in `meet`, seconds."""
         self.count, self.patience_s, self._post = count, patience_s, post
         self.has_failed = False
         self._why = ""

@@ -56,11 +56,12 @@ class WeightPush:
 
     def __init__(self, model: Path):
         self.expected, self.tied = folder_tensors(model)
-        """Shapes of the model's tensors by name, and whether the output projection is the embedding."""
+        """Shapes of the model's tensors by name, and whether its output projection is tied to the embedding (has its
+        weights)."""
 
     def check(self, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-        """Validate tensors and return those to load, before generation is interrupted: contiguous, without a tied
-        output projection. Raises EngineError."""
+        """Validate tensors before generation is interrupted, and return those to load: made contiguous, without an
+        output projection that is tied to the embedding. Raises EngineError."""
         check_tensors(self.expected, self.tied, tensors)
         return {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name in self.expected}
 
@@ -139,7 +140,8 @@ class LocalTensors(WeightPush):
 
 
 async def within_update(client: SGLangClient, load) -> None:
-    """Run `load` between the calls that begin and end a weight update, as SGLang requires for tensors and broadcasts.
+    """Await the coroutine `load`, which loads weights, between the calls that begin and end a weight update; SGLang
+    requires these calls for tensors and broadcasts.
 
     Raises EngineError if the update does not begin, HalfLoaded if anything fails after that.
     """
@@ -202,7 +204,8 @@ async def load_adapter(
 
 
 def write_adapter(folder: Path, model: Path, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
-    """Write an adapter in PEFT's format. Raises EngineError for a tensor that is not finite, and OSError."""
+    """Write an adapter in PEFT's format. Raises EngineError for a tensor that is not finite, and OSError if the folder
+    cannot be written."""
     from safetensors.torch import save_file
 
     for name, tensor in tensors.items():
@@ -223,10 +226,11 @@ def write_adapter(folder: Path, model: Path, adapter: "Adapter", tensors: "Mappi
 async def receive_broadcast(
     client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], meet: Meet, change: dict
 ) -> None:
-    """Have the paused server receive the broadcasts of a manifest; `post` tells the learner to begin with the next
-    part, `meet` waits for the other servers in the group.
+    """Have the paused server receive the weights that the learner broadcasts. `manifest`: which tensors come, in which
+    order. `post` tells the learner to begin with the next part; `meet` waits for the other servers in the group.
 
-    `change`, and the errors raised: as for `WeightPush.load`.
+    `change`: SGLang's fields `weight_version` and `flush_cache`. Raises EngineError if the server keeps its old
+    weights, otherwise HalfLoaded.
     """
     await meet()  # while this server has its old weights
     await within_update(client, receive_buckets(client, manifest, post, meet, change))
@@ -262,10 +266,11 @@ async def receive_buckets(
 async def adopt_external_weights(
     client: SGLangClient, post: Callable[[], None], loaded: Future[None], change: dict
 ) -> None:
-    """Announce with `post` that the server is paused, wait until the weights are `loaded`, and set their version name.
+    """Announce with `post` that the server is paused, wait until the future `loaded` ends, since a process outside
+    April has then loaded the weights, and set their version name.
 
-    `change`: as for `WeightPush.load`. The server's prefix cache is flushed in any case. Raises HalfLoaded if they were
-    not loaded.
+    `change`: SGLang's field `weight_version`, among others. The server's prefix cache is flushed in any case. Raises
+    HalfLoaded if the weights were not loaded.
     """
     post()
     try:

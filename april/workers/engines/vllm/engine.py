@@ -29,7 +29,8 @@ CPU_BLOCK_TOKENS = 128
 
 @dataclass(frozen=True)
 class VLLMSettings(ServerSettings):
-    """Command and environment of a vLLM server. `options`: vLLM's own, with underscores; they override the rest."""
+    """Command line and environment of a vLLM server. `options`: options of vLLM's command line, with underscores for
+    hyphens; they override those that April sets."""
 
     name: ClassVar[str] = "vLLM"
 

@@ -28,8 +28,8 @@ class VLLMEntry(ServerEntry):
 
     @classmethod
     def takes_adapters(cls, config: Config) -> bool:
-        """Whether adapters have a supported rank, and adapt only linear layers (a trained embedding would differ) with
-        the weights of the model's files."""
+        """Whether the run's adapters can be loaded by vLLM: their rank is supported, they adapt only linear layers (a
+        trained embedding would differ), and the base weights are those of the model's files."""
         adapter = config.lora
         return adapter.base_is_frozen and adapter.workers_have_base and supported_rank(adapter.rank) is not None
 

@@ -76,8 +76,9 @@ class WeightsInPlace:
         """Compare the parameters with the folder's tensors, rounded to each parameter's type. Raises ValueError for
         parameters with other values.
 
-        Parameters that vLLM keeps in another form than a concatenation are passed over: on several ranks, packed for a
-        processor, with rows in another order, or experts. One parameter's tensors are read at a time.
+        Only a parameter that vLLM keeps as the tensors' concatenation is compared. vLLM keeps others in another form:
+        on several ranks, as experts, packed for a processor, or with rows in another order. One parameter's tensors are
+        read at a time.
         """
         model = self.model_runner.get_model()
         fused = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
@@ -106,8 +107,8 @@ def read(file: Path, name: str) -> torch.Tensor:
 
 
 def differs(held: torch.Tensor, sent: list[torch.Tensor]) -> bool:
-    """Whether a parameter's values differ from the tensors `sent`, concatenated; further rows of the parameter are
-    padding. False if it has another shape, or the same values in another order."""
+    """Whether a parameter's values, `held`, differ from those of the tensors `sent`, concatenated. Rows that `held` has
+    beyond them are padding. False if the shapes do not fit, or if the same values stand in another order."""
     if not held.dim() or any(not tensor.dim() for tensor in sent):
         return False
     rows = sum(len(tensor) for tensor in sent)
@@ -166,7 +167,7 @@ class VLLMServerProgram:
         ]
 
     async def watch(self) -> None:
-        """End the process when vLLM's engine has failed, so that the server is found dead."""
+        """Wait until vLLM's engine has failed, then end this process, so that its worker finds the server dead."""
         while not self._engine.errored:
             await asyncio.sleep(WATCH_S)
         os._exit(1)
