@@ -206,8 +206,8 @@ class Peers:
         self.tallies: dict[str, TokenTally] = {}
         """Token counts by uid of the worker process."""
         self.forgotten = TokenTally()
-        """Sums of the counts of worker processes no longer in `tallies`: in `emitted` only the tokens that they lost,
-        in `refused` all that were refused."""
+        """Token counts of the worker processes that were dropped from `tallies`, in total: `emitted` is the number of
+        tokens that they generated and the broker never received, `refused` that of tokens that the broker refused."""
         self.refusals: Counter[str] = Counter()
         """Number of messages and reports that were not accepted, by cause."""
         self.outgoing: list[Outgoing] = []

@@ -89,8 +89,8 @@ def visible_devices() -> list[str]:
 
 @cache
 def memory_here() -> list[float]:
-    """Memory of each of the `visible_devices` (bytes). A subprocess asks, because asking allocates device memory.
-    Raises ConfigError if torch does not answer."""
+    """Total memory of each of the `visible_devices`, in their order (bytes). A subprocess asks torch, because asking
+    allocates device memory. Raises ConfigError if torch does not answer."""
     asked = python_command("-c", ASK_MEMORY)
     try:
         answer = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LOOK_S)

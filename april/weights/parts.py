@@ -252,7 +252,8 @@ def merged_or_why(
     merger: PartMerger | None, rank: int, command: MergePart, heads: list[TensorHead], data: Tensor
 ) -> Snapshot | str:
     """A rank's part of the complete weights, merged from the packed trained tensors `data`, uint8 [bytes], which
-    `heads` describe; if that fails, the error's text."""
+    `heads` describe; if that fails, the error's text. `merger`: the rank's; only ranks that have one are asked to
+    merge."""
     assert merger
     try:
         return merger.merged(rank, command.version, command.adapter, unpack(heads, data))

@@ -391,8 +391,8 @@ weights."""
 
 
 def can_predict_checksums(server_info: Mapping[str, Any], model_type: str | None) -> bool:
-    """Whether checksums can be predicted: according to /server_info, the server holds the whole model in float32 on a
-    CPU."""
+    """Whether the server's checksums of its tensors can be predicted: `model_type`, from config.json, is one of
+    `MODEL_TYPES`, and according to /server_info the server holds the whole model in float32 on a CPU."""
     whole = server_info.get("tp_size", 1) == 1 and not server_info.get("quantization")
     exact = server_info.get("device") == "cpu" and server_info.get("dtype") in ("float32", "float")
     return whole and exact and model_type in MODEL_TYPES

@@ -269,7 +269,8 @@ class SnapshotStore:
         return sorted(int(path.stem) for path in self.folder.glob(f"*{SUFFIX}") if FILE_NAME.fullmatch(path.name))
 
     def newest_first(self) -> Iterator[tuple[int, memoryview]]:
-        """(position, frozen ledger) of each whole snapshot that can be read, newest first."""
+        """Yield (position, bytes of the serialized ledger) of each snapshot that can be read and is whole, the newest
+        first. `position`: that of the first journal record that the ledger does not contain."""
         for position in reversed(self.positions()):
             try:
                 data = memoryview(read_whole(self._path(position)))

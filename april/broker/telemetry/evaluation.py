@@ -130,7 +130,7 @@ def describe(scores: list[float]) -> dict[str, float] | None:
 
 
 def wilson(mean: float, count: int) -> tuple[float, float]:
-    """Wilson's score interval (1927) for the mean of `count` values from 0 to 1.
+    """Wilson's score interval (1927) at 95 % for the mean of `count` values from 0 to 1: (lower, upper) bound.
 
     Derived for values that are 0 or 1. It is wide for other values, as none vary more at the same mean. Unlike the
     normal interval it does not shrink to a point when all values agree.

@@ -35,11 +35,12 @@ class Recipe:
     hidden_size: int = 128
     layers: int = 3
     easy: int = 800
-    """Error-free demonstrations of easy tasks, in total: their multiplier K (`ArithmeticTask.times`) is 2, 3 or 4."""
+    """Number of error-free demonstrations of easy tasks, whose multiplier (`ArithmeticTask.times`) is 2, 3 or 4."""
     clean: int = 3200
-    """Error-free demonstrations, in total; each task's multiplier K is drawn from its whole range."""
+    """Number of error-free demonstrations of any tasks: the multiplier (`ArithmeticTask.times`) of each is drawn from
+    all that tasks have."""
     noisy: int = 1600
-    """Demonstrations with deliberate errors (`april.data.arithmetic.HABITS`), in total; K as for `clean`."""
+    """Number of demonstrations of any tasks with deliberate errors (`april.data.arithmetic.HABITS`)."""
     revision: int = 4
     """Revision of the warm start's code, increased whenever the same recipe gives another policy."""
 

@@ -161,12 +161,14 @@ WITH_KEYS = "only one side has keys; set 'security.keys' on both or on none"
 
 
 class Handshake:
-    """Watches the connection attempts of a socket. Create it before the socket is connected.
+    """Watches the connection attempts of a socket. Create it before the socket is connected, and ask it now and then:
+    `problem` does not wait, and says what the attempts so far have shown.
 
     handshake = Handshake(socket, keys, server=keys.broker)
     socket.connect(address)
-    if problem := handshake.problem():
-        raise ...
+    while waiting_for_an_answer:
+        if problem := handshake.problem():  # a sentence; "" as long as the socket may still connect
+            raise ...
     """
 
     def __init__(self, socket: zmq.Socket[bytes], keys: Keys | None, server: str = ""):
