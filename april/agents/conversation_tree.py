@@ -368,7 +368,8 @@ class ConversationTree:
         )
 
     def text_so_far(self, turn: Turn) -> str:
-        """The part of the answer's text that can be streamed; where answers are parsed, "" until they are complete."""
+        """The part of the answer's text that can be sent to the client already. If answers are parsed (into thoughts,
+        tool calls and text), "" until the answer is complete, then its text."""
         if turn.complete:
             return str(self.answer(turn)["content"])
         return "" if self.renderer.parses else self._text(turn).rstrip(REPLACEMENT_CHARACTER)

@@ -67,8 +67,8 @@ class Gateway:
     def __init__(
         self, dialects: list[Dialect], names: Collection[str] = frozenset(), images: RequestImages | None = None
     ):
-        """`names`: host names by which clients address the server, besides IP addresses. `images`: takes the images of
-        requests; None for a policy that takes no images."""
+        """`dialects`: the HTTP APIs that it serves. `names`: host names by which clients address the server, besides IP
+        addresses. `images`: takes the images of requests; None for a policy that takes no images."""
         self.dialects = dialects
         self.images = images or RequestImages(None, "the policy takes no images")
         self.dialect_by_path = {dialect.path: dialect for dialect in dialects}

@@ -44,7 +44,8 @@ class CancelProgram(msgspec.Struct, tag=True, array_like=True):
 
 
 class ProgramEnded(msgspec.Struct, array_like=True):
-    """Outcome of a session's program; with `key` 0 a heartbeat of the host process."""
+    """Outcome of a session's program. `key`: that of its `StartProgram`, the session's lease id; 0: no outcome, but a
+    heartbeat of the host process."""
 
     key: int
     reward: float | None = None

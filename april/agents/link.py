@@ -79,8 +79,9 @@ class BrokerLink(threading.Thread):
     def send_observation(
         self, lease_id: int, start: int, tokens: np.ndarray, request: wire.TurnRequest, parent: int
     ) -> None:
-        """Open a turn: append the observation `tokens`, int32 [T], to a fork at its token `start`. `lease_id`: that of
-        the fork. `parent`: number of the fork that it branches off."""
+        """Open a turn: append the observation `tokens`, int32 [T], to a fork (a branch of the session's conversation)
+        at its token `start`. `lease_id`: that of the fork; `parent`: number of the fork from which it branches off;
+        `request`: how to sample the turn."""
         state = msgspec.msgpack.encode(request)
         self._enqueue(lambda: self.reports.add_observation(lease_id, start, tokens, state, parent=parent))
 

@@ -108,8 +108,9 @@ def server_tls(section: AgentSection) -> ssl.SSLContext | None:
 
 
 async def listen(http: "web.AppRunner", section: AgentSection, tls: ssl.SSLContext | None) -> Addresses:
-    """Open the sockets, and return their base URLs. If the main port uses TLS or is public, programs that April starts
-    get a loopback port of their own. Raises OSError."""
+    """Open the sockets of the application `http`, and return their base URLs. `tls`: for the main port; None: plain
+    HTTP. If the main port uses TLS or is public, programs that April starts get a loopback port of their own. Raises
+    OSError."""
     from aiohttp import web
 
     host, _, port = section.listen.rpartition(":")

@@ -54,7 +54,8 @@ async def serve(
     config: Config, address: str, name: str, keys: Keys | None, tls: ssl.SSLContext | None, attach_key: AttachKey
 ) -> int:
     """Run the gateway, the program runner and the link to the broker at `address` until the run is over; returns the
-    exit status. `name`: that of this process."""
+    exit status. `name`: that of this process. `keys`: its CURVE keys; None in a run without keys. `tls`: of the
+    gateway; None: plain HTTP. `attach_key`: the key that an external harness has to show, if one is set."""
     section, tokenizer = config.agent, Tokenizer(config.model.path)
     gateway = Gateway.of(config, tokenizer)
     agents = Agents(section, gateway, Renderer.of(config, tokenizer))

@@ -47,8 +47,8 @@ class ProgramObserver(Protocol):
     def program_ended(
         self, key: int, reward: float | None, error: str, state: bytes = b"", details: dict[str, float] | None = None
     ) -> None:
-        """The session's program has ended. `error`: why it has failed, "" if it has not; `state`: MessagePack of its
-        final state; `details`: named numbers that it gave with its reward."""
+        """The session's program has ended. `reward`: None if it gave none; `error`: why it has failed, "" if it has
+        not; `state`: MessagePack of its final state; `details`: named numbers that it gave with its reward."""
 
     def process_died(self, keys: list[int], why: str) -> None:
         """The process that ran the programs of these sessions has died before they ended."""
@@ -79,7 +79,7 @@ class ProgramRunner:
         self.running: set[int] = set()
         self.cancelling: dict[int, asyncio.TimerHandle] = {}
         self.waiting: dict[int, StartProgram] = {}
-        """Orders for the next host process, while there is none."""
+        """By the session's lease id, the programs to start in the next host process, while there is no process."""
         self.mark = new_mark()
         self.process: asyncio.subprocess.Process | None = None
         self._orders: asyncio.StreamWriter | None = None

@@ -30,7 +30,8 @@ class Verifiers:
     arguments."""
 
     def __init__(self, name: str, arguments: dict[str, Any] | None = None):
-        """Load the environment `name`. Raises ConfigError if it cannot be loaded, or scores a group as a whole."""
+        """Load the environment `name` with the keyword `arguments`. Raises ConfigError if it cannot be loaded, or
+        scores a group as a whole."""
         self.environment = load(name, arguments or {})
         if self.environment.requires_group_rollouts:
             refuse(

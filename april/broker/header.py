@@ -87,7 +87,8 @@ NO_FINGERPRINT = "none"
 WHOLE_WEIGHTS_BYTES = 64 << 20
 """Weights of at most this many bytes are read completely for their fingerprint."""
 SAMPLED_TENSORS, SAMPLE_BYTES = 1024, 4096
-"""For larger weights: most tensors read for the fingerprint, and bytes read from the middle of each."""
+"""For the fingerprint of more than `WHOLE_WEIGHTS_BYTES` of weights: most tensors of which something is read, and
+number of bytes read from the middle of each."""
 LENGTH_PREFIX = struct.Struct("<Q")
 """Layout of the length prefix at the beginning of a safetensors file."""
 TOKENIZER_FILES = (
@@ -177,7 +178,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     kind: str
-    """Data type and shape of the tensor."""
+    """Data type and shape of the tensor as one text, such as "BF16 [2, 3]"."""
     path: Path
     start: int
     """Offset of the tensor's data in the file, bytes."""

@@ -44,14 +44,15 @@ class ImagePreparation:
         self._rule, self._store = rule, store
         self._threads = ThreadPoolExecutor(THREADS, "images")
         self._prepared: dict[str, Future[KnownImage]] = {}
-        """Results by the sha256 of the image's source."""
+        """Future of each image's preparation, under way or done, by the sha256 of the image as it was given."""
         self._upcoming = deque[frozenset[str]](maxlen=2 * PROMPTS_AHEAD)
         """Sources (sha256) of the images of each of the newest prompts given to `begin`, which may not have been drawn
         yet."""
         self._lasting: set[str] = set()
-        """Sources of the images whose files are never removed."""
+        """Images whose prepared files are never removed, by the sha256 of the image as it was given."""
         self._names: dict[str, str] = {}
-        """Image name by source, for all images prepared so far; entered before the file is on disk."""
+        """Sha256 of an image as it was given -> name of its prepared file, for all images prepared so far; entered
+        before the file is on disk."""
 
     def begin(self, rows: Dataset, images: Iterable[RowImage], lasting: bool = False) -> None:
         """Start preparing the images of a prompt, unless their files exist. `lasting`: never remove the files, as for
@@ -72,8 +73,9 @@ class ImagePreparation:
         return self._result(image, self._begin(rows, image))
 
     def tokens_of(self, rows: Dataset, image: RowImage) -> int:
-        """Number of tokens of an image that has been prepared, even if its file has been removed since; another is
-        prepared first. Raises as `wait_for`."""
+        """Number of tokens that an image takes in its prompt. Waits for the preparation of an image that was not
+        prepared before; a prepared image's file may have been removed since. Raises BadRow for an image that the model
+        cannot take, and OSError if its file cannot be written."""
         known = self._prepared.get(image.source)
         return (self._result(image, known) if known else self.wait_for(rows, image)).tokens
 

@@ -37,8 +37,8 @@ class ImageStore:
     store.keep(name, png)               # returns once it is on disk; from any thread
     store.pin(name)                     # no record names it yet
     store.read(name)
-    store.reclaim_is_due = True
-    store.reclaim(named, position, synced, now)     # now and then
+    store.reclaim_is_due = True         # after journal files were deleted
+    store.reclaim(named, position, synced, now)     # in the loop: removes files that nothing names
     """
 
     def __init__(self, run_dir: Path):

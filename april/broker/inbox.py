@@ -24,8 +24,8 @@ INBOX_FRAMES = 1 + limits.FROM_PEER.frames + 1
 """Most frames kept of a message, route included: one more than permitted, so that a message with too many is still
 rejected."""
 URGENT_IN_A_ROW = 8
-"""Most urgent messages handled in a row while a report waits, so that a peer that floods the broker cannot starve the
-reports."""
+"""Largest number of urgent messages that are handled in a row while a report waits, so that a peer that floods the
+broker cannot starve the reports."""
 
 Frames = list[zmq.Frame]
 """The frames of a message, its route first."""

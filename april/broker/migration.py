@@ -186,7 +186,7 @@ class Migration:
         self, ledger: Ledger, loads: Iterable[WorkerLoad], now: float, length_of: LengthOf = attrgetter("sample.length")
     ) -> list[Move]:
         """Choose moves to request now, at most one to each worker with room. `loads`: loads of all workers; `has_room`
-        is only true if no waiting sample could use that room.
+        is only true if no waiting sample could use that room. `length_of`: gives a sample's current length.
 
         A straggler moves to a worker on which it is expected to end sooner, recomputing its context included.
         """
@@ -234,7 +234,7 @@ class Migration:
         """Moves whose sample has been handed back and waits for a lease; the caller leases it to the move's target at
         once.
 
-        Moves whose sample was lost, ended or did not come back in time are dropped.
+        Moves whose sample was lost, ended or did not come back within `PATIENCE_S` are dropped. `now`: time in seconds.
         """
         returned = [move for move in self.moves if _waits(move.sample)]
         self.moves = [

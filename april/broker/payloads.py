@@ -127,8 +127,8 @@ class Payloads:
         return times
 
     def _read_times(self, record: int) -> dict[int, float]:
-        """Time of each row in a journal record, by the offset of the row's payload; empty if the record cannot be
-        read."""
+        """Sampling time, Unix seconds, of each row in the journal record at position `record`, by the offset of the
+        row's payload from the start of the record. Empty if the record is damaged or has no rows."""
         event, begin = self.journal.read_event(record)
         if not isinstance(event, RowsAccepted):
             return {}

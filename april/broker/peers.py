@@ -18,7 +18,8 @@ HOLDERS = ("worker", "scorer", "agents")
 RESERVED_FOR = (("learner", "node"), ("monitor",))
 """Groups of roles. For each group a share of the sessions is reserved, which no other role gets."""
 RESERVED_SHARE = 16
-"""Sessions reserved for each group of `RESERVED_FOR`: one in this many of `security.max_sessions`."""
+"""`security.max_sessions` divided by this is the number of sessions that are reserved for each group of roles in
+`RESERVED_FOR`."""
 SESSION_BITS = 32
 """Number of low bits of a session id that count sessions; the higher bits are the number of the broker's start."""
 SPEED_WINDOW_S = 5.0
@@ -33,9 +34,9 @@ class PeerLoop(NamedTuple):
     position: str
     """Stage that the loop is in, such as `a micro-batch`; empty if the peer does not report it."""
     for_s: float
-    """Seconds that the loop has been in that stage."""
+    """Seconds that the loop has been in the stage `position`."""
     usual_s: float
-    """Median of the seconds that the loop has stayed in that stage at earlier times; 0 if unknown."""
+    """Median of the seconds that the loop has stayed in the stage `position` at earlier times; 0 if unknown."""
 
 
 @dataclass(slots=True)
@@ -105,7 +106,7 @@ class Peer:
     """Unique id of the process, under which its leases are recorded."""
     data_route: bytes
     last_seen: float
-    """Time of the peer's last message, seconds."""
+    """Time of the peer's last message, Unix seconds."""
     control_route: bytes | None = None
     """ZeroMQ route of the control connection; None before the connection is bound, empty after the peer's connections
     were lost."""
@@ -122,7 +123,8 @@ class Peer:
     token_scores: tuple[int, bytes] = 0, b""
     """(lease id, values so far) of a score whose token scores are split over several reports."""
     started: bool = False
-    """Whether a learner has said which checkpoint it holds."""
+    """Whether the peer, a learner, has said with `StartLearner` from which checkpoint it starts. Its other messages are
+    refused before."""
     sent_bytes: int = 0
     """Bytes of arrays sent to the peer in this session."""
     received_bytes: int = 0
@@ -132,9 +134,10 @@ class Peer:
     loop_position: str = ""
     """Stage that the peer's main loop is in; empty if the peer does not report it."""
     loop_since: float = 0.0
-    """Time at which the main loop entered that stage, seconds."""
+    """Time at which the peer's main loop entered the stage `loop_position`, Unix seconds."""
     loop_usual_s: float = 0.0
-    """Median of the seconds that the main loop has stayed in that stage at earlier times; 0 if unknown."""
+    """Median of the seconds that the peer's main loop has stayed in the stage `loop_position` at earlier times; 0 if
+    unknown."""
     slots: wire.Slots | None = None
     """Use of a worker's slots, as last reported in a heartbeat; None if never."""
     recent_tokens: deque[tuple[float, int]] = field(default_factory=deque)
@@ -255,8 +258,8 @@ class Peers:
                 self.close(other)
 
     def _fold_tallies(self) -> None:
-        """Once there are more than `limits.MAX_TALLIES` counts, drop those of processes that are gone, the oldest
-        first; their sums stay in `forgotten`."""
+        """Once there are more than `limits.MAX_TALLIES` token counts of worker processes (`tallies`), drop those of
+        processes that are gone, the oldest first; their sums stay in `forgotten`."""
         if len(self.tallies) <= limits.MAX_TALLIES:
             return
         connected = {peer.uid for peer in self.by_id.values()}
@@ -384,7 +387,8 @@ class Peers:
         self.outgoing.append(Outgoing(peer.control_route or peer.data_route, message, [], peer.id))
 
     def refuse_protocol(self, error: wire.ProtocolMismatch, reason: str, route: bytes) -> None:
-        """Refuse a peer of another protocol version, with a message in the peer's version."""
+        """Refuse a peer of another protocol version, with a message in the peer's version. `reason`: text for the peer;
+        `route`: its connection."""
         self.refusals[error.cause] += 1
         self.outgoing.append(Outgoing(route, wire.Refused(reason), protocol=error.protocol))
 

@@ -166,8 +166,8 @@ def throughput_cap(
 
         share <= min(1, batches * batch_groups * group_size * mean_length / (in_flight * longest))
 
-    `batches` is the number of batches that may train a group: S + 1 (S the largest staleness) where it is opened under
-    the version that the next batch trains, S where it is opened one version earlier, 1 where every batch waits for all
-    of its groups.
+    `batches` is thus the number of batches any of which may train a group. With a largest staleness of S it is S + 1
+    if groups are opened under the version that the next batch trains, and S if they are opened one version earlier. It
+    is 1 if every batch waits for all of its groups.
     """
     return min(1.0, batches * batch_groups * group_size * mean_length / (in_flight * longest))

@@ -471,5 +471,6 @@ def draws_of(section: ScheduleSection, prompts: PromptBook) -> SampledOrder | No
 
 
 def open_prompts(config: Config, images: ImageStore | None = None) -> PromptBook:
-    """Build the prompt source that `data.source` selects. `images`: as for PromptBook."""
+    """The prompts of a run: those that the trainer submits if `data.source` is "submitted", otherwise those of dataset
+    files. `images`: where the files of images go; None, as in a dry run: images are prepared and not kept."""
     return (SubmittedPrompts if config.data.source == "submitted" else PromptBook)(config, images)

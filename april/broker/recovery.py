@@ -88,8 +88,9 @@ def rebuild(
 ) -> int:
     """Rebuild an empty ledger from disk; returns the journal position of the snapshot used.
 
-    `noted`: position up to which the sync note says that the journal was synced. Raises JournalError if the journal is
-    damaged, or lacks a file that has data of a group. `history`: rebuilt together with the ledger.
+    `noted`: position up to which the sync note says that the journal was synced. `history`: history of the samples
+    (where and when each was generated), rebuilt from the same events; None: a new one. Raises JournalError if the
+    journal is damaged, or lacks a file that has data of a group.
     """
     journal.known_synced = noted
     try:
@@ -150,9 +151,9 @@ def checkpoints_of(run_dir: Path) -> dict[int, Path]:
 def accept_loss(config: Config, stored: StoredCheckpoints | None = None) -> list[str]:
     """Let a run continue with a damaged or shortened journal; returns one sentence for each loss.
 
-    Bytes cut off are kept in a file next to the journal; checkpoints ahead of the journal, including the `stored` ones
-    in an object store, are renamed. Raises JournalError if the rest of the journal is not enough to continue, and
-    StoreError.
+    Bytes cut off are kept in a file next to the journal; checkpoints ahead of the journal are renamed, including those
+    in the object store `stored` (None: there is no store). Raises JournalError if the rest of the journal is not enough
+    to continue, and StoreError.
     """
     in_store = stored.steps() if stored else set()
     run_dir, folder = config.run_dir, journal_folder(config.run_dir)

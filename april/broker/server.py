@@ -144,8 +144,8 @@ class Server:
         self._unsent: list[Outgoing] = []
         """Answers that wait for the end of the running sync."""
         self._in_sync = self.service.recorder.sync_mark()
-        """Mark of the metrics at the beginning of the running sync: the accepted tokens and metrics lines that it puts
-        on disk."""
+        """What the running sync puts on disk: the counts of tokens accepted, and the lines of metrics.jsonl that
+        waited, when it began."""
         self._outboxes: dict[bytes, deque[Outgoing]] = {}
         """Messages, by the peer's route, that could not be sent yet, since the peer does not read and its queue is
         full. They are sent before any later ones."""
@@ -219,7 +219,7 @@ class Server:
         remove_socket_folder(self.address)
 
     def write_address(self) -> None:
-        """Write the addresses of the broker and its HTTP server to the run folder; called once signals are handled."""
+        """Write the addresses of broker and HTTP server to the run folder; called once signal handlers are set."""
         replace_file(self.address_file, self.address.encode())
         if self.exporter:
             replace_file(self.config.run_dir / HTTP_FILE, self.exporter.address.encode())

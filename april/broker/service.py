@@ -69,7 +69,7 @@ KEY_OF = {"node": "learner"}
 """Role -> role whose key its peers use, for roles without keys of their own."""
 OVER = "the run is over"
 READ_ONLY_ANSWERS = (wire.Welcome, wire.Status, wire.DeadLetters, wire.Refused)
-"""Answers that a read-only broker still sends to a monitor, though what they say may not be on disk."""
+"""Types of answers that a read-only broker still sends to a monitor; what they say may not be on disk."""
 
 
 class KeyRefused(wire.WireError):
@@ -141,8 +141,8 @@ class Service:
         self.ledger.commit(events.BrokerStarted(self.ledger.serials.starts + 1))
 
     def begin(self, now: float) -> None:
-        """Start the timers once peers can reach the broker: current leases expire after `readopt_s` unless their
-        holders come back."""
+        """Start the service's timers once peers can reach the broker. Each lease from before the broker's start expires
+        after `broker.readopt_s` seconds unless its holder comes back."""
         self._last_tick = self._next_sweep = self._next_hand_out = self._next_summary = now
         for lease in self.ledger.leases.values():
             lease.ends_at = math.inf if lease.agent else now + self.config.broker.max_run_s
@@ -299,7 +299,7 @@ class Service:
             self.peers.close(peer)
 
     def synced(self, mark: SyncMark) -> None:
-        """Record that a sync of the journal has ended; `mark`: what of the metrics is on disk now."""
+        """Record that a sync of the journal has ended; the metrics as of `mark`, its beginning, are on disk now."""
         self.note.write(self.journal.synced)
         self.recorder.synced(mark)
 

@@ -157,7 +157,7 @@ class Snapshots:
         self._helper: Helper | None = None
         self._newest = max(self.store.positions(), default=0)
         self._position = 0
-        """Journal position of the snapshot in progress."""
+        """Journal position of the snapshot in progress; of no meaning if none is."""
         self._failures_in_a_row = 0
         self._deadline = self._poll_at = self._try_at = 0.0
 
@@ -242,7 +242,8 @@ class HelperProcess:
     """A snapshot process of the operating system, with the interface `Helper`."""
 
     def __init__(self, folder: Path, position: int, rules: Rules):
-        """Raises OSError if the process cannot be started."""
+        """Start the process. `folder`: the journal's; `position`: journal position at which the snapshot is made;
+        `rules`: the ledger's. Raises OSError if the process cannot be started."""
         words = ["-m", MODULE, str(folder), str(position), msgspec.json.encode(rules).decode()]
         self._inner, self._channel = start_with_channel(*words)
         self._output = b""

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 PAUSE_S = 0.02
 """Pause after each slice of reads, seconds, so that other users get disk and processor time."""
 READS, READ_BYTES = 256, 1 << 20
-"""Most reads and most bytes in one slice."""
+"""Most reads, and most bytes, between two pauses of a verification."""
 AGAIN_S = (1.0, 5.0, 30.0, 120.0, 600.0)
 """Pauses before each further round over the groups that the system refused to read, seconds."""
 
@@ -125,8 +125,8 @@ class JournalVerifier:
         return refused
 
     def _checks(self, stored: StoredGroup) -> Iterator[tuple[Callable[[], bool], int]]:
-        """Yield (function that checks a record or payload, bytes that it reads) for all data of a group before position
-        `below`."""
+        """Yield, for each record or payload of a group that is before the journal position `self.below`: (function that
+        returns whether it is intact, number of bytes that this reads)."""
         for position, length in (stored.prompt, *stored.token_scores):
             if position < self.below:
                 yield partial(self._has_record, position, length), length

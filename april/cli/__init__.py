@@ -25,7 +25,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit status; a ConfigError is printed as one sentence."""
+    """Run one command and return its exit status; a ConfigError is printed as one sentence. `arguments`: words of the
+    command line after `april`; None: those of this process."""
     if threading.current_thread() is threading.main_thread():
         remember_interrupts()
     if arguments is None:

@@ -18,8 +18,8 @@ from april.util.errors import ConfigError
     overrides=True,
 )
 def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> int:
-    """Measure an engine, named by --worker.engine, with up to --slots sequences at a time, and fit the simulator's cost
-    model to it."""
+    """Measure an engine, named by --worker.engine, with the model --model and up to --slots sequences at a time; fit
+    the simulator's cost model to it, and write that to the file --out."""
     from april.simulate.calibrate import fit, measure
     from april.workers.engines import ENGINES
 

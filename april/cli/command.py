@@ -164,7 +164,8 @@ NAME = option(
 
 
 def load_config(paths: Sequence[Path], overrides: list[str], **settings: Any) -> "Config":
-    """Load a configuration with `april.config.load`, and add the folders of `run.parts` to Python's import path."""
+    """Load a configuration from the TOML files `paths` and the command line's `overrides`, and add the folders of
+    `run.parts` to Python's import path. `settings`: further parameters of `april.config.load`."""
     from april.config import load
 
     config = load(paths, overrides, **settings)

@@ -12,7 +12,8 @@ from april.cli.command import command, option
     option("--seed", type=int, default=0, help="Seed of pictures, weights and demonstrations [default: 0]."),
 )
 def make_pictures(out: Path, train: int, heldout: int, seed: int) -> int:
-    """Make the task in pictures of configs/pictures.toml, and its policy (about a minute)."""
+    """Make the task in pictures of configs/pictures.toml, --train and --heldout prompts, and its policy (about a
+    minute)."""
     from april.data.shapes import make_pictures
     from april.learner.policy.counting import make_counting_policy
 

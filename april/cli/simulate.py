@@ -37,7 +37,8 @@ SCENARIO = (
 def simulate(
     scenario: Path, cost: str | None, sweep: bool, experiment: str | None, out: Path, overrides: list[str]
 ) -> int:
-    """Simulate a run on a virtual clock, and compare schedules."""
+    """Simulate the run of a scenario on a virtual clock, and print the measures of each schedule. With --sweep or
+    --experiment, vary other settings instead, and write pictures to the folder --out."""
     from april.config.loading import parse_overrides
 
     read = read_scenario(scenario, cost, overrides)
@@ -67,7 +68,8 @@ def read_scenario(path: Path, cost: str | None, overrides: list[str], trace: Pat
 
 
 def print_comparison(scenario: "Scenario", kind: str) -> None:
-    """Print the measures of all schedules, or of those of one kind, and why the staleness bound refuses others."""
+    """Print the measures of the schedule `kind` (value of `schedule.kind`; "": of all schedules) in each of its
+    variants, and which variants are refused and why."""
     from april.simulate.variants import columns, evaluate, text_table, variants
 
     admitted, refused = variants(scenario, kind)

@@ -23,7 +23,8 @@ from april.cli.command import RUN, check_writable, command, option
     ),
 )
 def trace(what: str, run: Path, out: str) -> int:
-    """Write or send what a run did: its response lengths, or its timelines."""
+    """Write a run's response lengths (lengths) or timelines (export) to the file --out, or send a trace of each sample
+    to the URL --out (send)."""
     if what == "export":
         from april.observe.report.run_folder import read_run
         from april.observe.report.trace_export import export_perfetto

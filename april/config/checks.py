@@ -26,9 +26,9 @@ BANDS = [
 """Stems NAME of the pairs of `[algorithm]` keys (NAME_low, NAME_high) that bound a range; the clip range is checked
 apart."""
 INPUTS = ("model", "data")
-"""Inputs of a run whose existence `check` checks by default: the model's folder, and the data files. A machine may lack
-inputs that its processes do not read: only the broker reads prompts, and only rank 0 of the learner "conversations",
-the files of sources of kind sft."""
+"""Inputs of a run whose existence `check` checks by default: the model's folder ("model") and all data files ("data").
+A process can name fewer, since its machine may lack what it does not read. "conversations" stands for the files of
+sources of kind sft alone, which the learner reads."""
 
 PROMPTS_ALONE = ("reward", "teacher", "hint_key", "algorithm", "max_response_tokens")
 """Keys of `[[data.sources]]` that mean nothing for a source of kind sft."""
@@ -171,14 +171,16 @@ def check_supports(config: Config) -> None:
 
 
 def first_cut_key(config: Config) -> tuple[str, float]:
-    """The first key of `[sampling]` that truncates the distribution, and its value."""
+    """(key, value) of the first of top_k, top_p and min_p in `[sampling]` that truncates the distribution; at least one
+    of them must do so."""
     whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     sampling = config.sampling
     return next((key, getattr(sampling, key)) for key in whole if getattr(sampling, key) != whole[key])
 
 
 def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
-    """Refuse keys of `[algorithm]` that do not fit together; user-defined parts are checked only if `imported`."""
+    """Refuse keys of `[algorithm]` that do not fit together. `imported`: whether user-defined parts are imported and
+    checked too; otherwise only shipped parts are checked."""
     registry, losses = registry_of("algorithm.corrections"), registry_of("algorithm.loss")
     asked = [name for name in algorithm.corrections if imported or name in registry.shipped]
     weighing = [name for name in asked if getattr(registry.find(name), "weighs", False)]
@@ -226,7 +228,7 @@ def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
 
 def check_algorithms(config: Config, imported: bool = False) -> None:
     """Refuse keys of `[algorithm]`, or of a source's own algorithm, that do not fit together or with other sections.
-    User-defined parts are checked only if `imported`."""
+    `imported`: whether user-defined parts are imported and checked too; otherwise only shipped parts are checked."""
     configs = divided(config)
     if len(configs) > 1 and config.data.source == "submitted":
         why = "brings prompts of no source, and data.sources have algorithms of their own"

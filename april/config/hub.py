@@ -106,8 +106,8 @@ class HubInput:
 
 
 def hub_inputs(tree: dict[str, Any], model: type[Section]) -> list[HubInput]:
-    """The paths in `tree` that name a repository on a hub. Paths to files and folders must have been made absolute
-    (`make_paths_absolute`)."""
+    """The paths in `tree`, a configuration's tables, that name a repository on a hub. `model`: class of the
+    configuration. Paths to files and folders must have been made absolute (`make_paths_absolute`)."""
     return [
         HubInput(key, table, prefix, section.repository)
         for key, table, section in tables(tree, model)
@@ -212,8 +212,9 @@ class Fetcher:
             named.set(commit=self._resolved[asked])
 
     def _fetch(self, named: HubInput, wanted: str) -> str:
-        """Fetch the files `wanted`; returns a clause with the size of the model's files that are still to be fetched,
-        empty if there are none."""
+        """Fetch the files `wanted` of an input: "weights" (all files of a model), "tokenizer" (all but the weights),
+        "rows" or "conversations" (a dataset's). Returns a clause with the size of the weights that are still to be
+        fetched, empty if there are none."""
         try:
             sizes, known = sizes_of(named)
             if named.repository == "dataset":
@@ -419,8 +420,8 @@ def files_of(configuration: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def matching(files: Sequence[str], configuration: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Those of `files` that belong to each split, by split, as `configuration`, an entry of `configs` in a dataset
-    card, says."""
+    """{split: those of `files` that belong to it}, by the file patterns in `configuration`, an entry of `configs` in a
+    dataset card; splits without files are left out."""
     from fsspec.utils import glob_translate
 
     splits = {
@@ -433,7 +434,8 @@ def matching(files: Sequence[str], configuration: Mapping[str, Any]) -> dict[str
 
 
 def by_names(files: Sequence[str]) -> dict[str, list[str]]:
-    """Files by the split that their names denote; all of them are `train` if none denotes one."""
+    """{split: its files}, by the words in the names of `files`, as "test" in `test-0.parquet`. Files whose names denote
+    no split are left out, but if no name denotes one, all files are "train"."""
     splits: dict[str, list[str]] = {}
     for name in files:
         words = set(re.split(r"[^a-z]+", name.lower().rpartition(".")[0]))

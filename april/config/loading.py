@@ -34,7 +34,7 @@ FLAGS = {
     "partial-rollout": "schedule.partial_rollout",
     "engine": "worker.engine",
 }
-"""Configuration key by short command-line flag: keys of the published method, and the worker's engine."""
+"""Short command-line flag, without the leading --, -> configuration key that it sets."""
 
 
 def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
@@ -321,7 +321,8 @@ def read_tree(path: str | Path | Sequence[Path], overrides: Sequence[str] = ()) 
 
 
 def model_of(tree: dict[str, Any], own_parts: Collection[str] = tuple(REGISTRIES)) -> type[Config]:
-    """`Config` with the keys that the user's own parts in `tree` declare. Raises ConfigError."""
+    """Import the user's own parts that the configuration `tree` names; returns `Config` with the keys that they
+    declare. `own_parts`: the keys whose value may name such a part. Raises ConfigError."""
     run = tree.get("run")
     folders = run.get("parts", []) if isinstance(run, dict) else []
     add_import_folders(*(Path(folder) for folder in folders if isinstance(folder, str)))

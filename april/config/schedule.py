@@ -193,5 +193,6 @@ class SamplingSection(Section):
 
     @property
     def is_cut(self) -> bool:
-        """Whether training samples come from a truncated distribution; each token then carries its support."""
+        """Whether training samples come from a truncated distribution; each token then carries its support (the
+        ids that it was drawn from)."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -15,7 +15,7 @@ from april.util.errors import ConfigError, refuse
 from april.util.registry import REGISTRIES, registry_of
 
 AUTO: Final = "auto"
-"""Value of a key that April chooses when a run starts."""
+"""Value of a key by which the user leaves the choice to April, which makes it when a run starts."""
 NONE = "none"
 """Text by which a TOML file or an override leaves a key unset, as TOML has no null."""
 UNSET: tuple[Any, ...] = (None, "", [])
@@ -154,15 +154,16 @@ def tables(tree: Any, model: type[Section], key: str = "") -> Iterator[Table]:
 # --- keys of the user's own parts -------------------------------------------------------------------------------------
 
 KEY_SECTIONS = {"worker.engine": "engine"}
-"""Key that names a part -> section that takes the own keys of a user-defined part, where that is not the section of the
-key itself."""
+"""Key that names a part -> section to which a user-defined part adds keys of its own, if that is not the key's own
+section: the keys of an engine named by `worker.engine` are keys of [engine]."""
 
 FUNCTION_KEYS = (
     "algorithm.loss", "algorithm.corrections", "algorithm.advantage", "algorithm.step_scale", "algorithm.distillation",
     "algorithm.divergence", "algorithm.length_penalty", "schedule.group_filter",
     "schedule.sampler",
 )  # fmt: skip
-"""Keys that name functions whose keyword-only parameters are keys of the section."""
+"""Keys that name functions whose keyword-only parameters are keys of the same section: a loss's parameter `x` is the
+key `algorithm.x`."""
 
 Model = TypeVar("Model", bound=Section)
 SectionClass = TypeVar("SectionClass", bound=Section)

@@ -122,7 +122,9 @@ class Config(Section):
     _own_parts: frozenset[str] = PrivateAttr(frozenset(REGISTRIES))
 
     def importing(self, own_parts: Collection[str]) -> Self:
-        """The configuration for a process that imports the user's own parts of these keys (section.field) only."""
+        """A copy of the configuration for a process that imports user-defined parts (losses, verifiers and so on) only
+        if one of the keys `own_parts` (section.field) names them; those of other keys are not imported in that
+        process."""
         copy = self.model_copy()
         copy._own_parts = frozenset(own_parts)
         return copy
@@ -166,7 +168,8 @@ class Config(Section):
 
     @property
     def commits(self) -> dict[str, str]:
-        """Commits of the inputs that are taken from a hub, by the key of their revision."""
+        """Commits of the models and datasets that are taken from a hub, by the key of their revision, such as
+        `model.revision`."""
         return {
             f"{key}.{prefix}revision": commit
             for key, section in self.hub_sections.items()
@@ -176,7 +179,8 @@ class Config(Section):
 
     @property
     def pins(self) -> list[str]:
-        """Overrides with which another process takes the same commits of `[model]` and `[data]`."""
+        """Command-line overrides (`--model.commit=HASH`) with which another process takes the same commits of `[model]`
+        and `[data]` from the hub; [] if neither is from a hub."""
         found = {key: commit for key, commit in self.commits.items() if key.count(".") == 1}
         return [f"--{key.replace('revision', 'commit')}={commit}" for key, commit in found.items()]
 

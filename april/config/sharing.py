@@ -69,7 +69,8 @@ def check_time_sharing(config: Config, kind: Any, backend: Any) -> None:
 
 
 def check_memory_division(config: Config) -> None:
-    """Refuse `devices.share` with an engine that cannot bound or release its memory, by what its entry states."""
+    """Raise ConfigError for `devices.share` with an engine that cannot bound its memory (`limits_memory` of its
+    registry entry) or, with `devices.turns`, cannot release it (`shares_time`)."""
     if not config.devices.share:
         return
     engines = registry_of("worker.engine")

@@ -142,7 +142,8 @@ def shows_feedback(algorithm: AlgorithmSection) -> bool:
 
 
 def held_teacher(config: Config) -> TeacherSection | None:
-    """The teacher that the learner holds; None without one."""
+    """The section [teacher.NAME] of the teacher that is loaded in the learner itself (`where = "learner"`), instead of
+    being asked by scorers; None without one."""
     return next((teacher for teacher in config.teacher.values() if teacher.where == "learner"), None)
 
 

@@ -35,7 +35,7 @@ class ArithmeticTask(NamedTuple):
     digit: int
     """D, the digit that each step adds: 1 to 9."""
     addend: int
-    """Number to which K * D is added: 0 to 99."""
+    """Number to which `times` * `digit` is added: 0 to 99."""
 
     @property
     def prompt(self) -> str:
@@ -58,7 +58,7 @@ class Noise:
     p_stop: float = 0.0
     """Probability, per step, of ending early: the sum so far is given as the answer, and the step is not made."""
     p_skip: float = 0.0
-    """Probability, per step, of skipping one addition."""
+    """Probability, per step, of leaving out one addition: K is decremented twice, and D added only once."""
 
 
 CLEAN = Noise()
@@ -147,7 +147,8 @@ def units_first(value: int) -> str:
 def make_data(
     out_dir: str | Path, train_prompts: int = 4096, heldout_prompts: int = 512, seed: int = 0
 ) -> tuple[Path, Path]:
-    """Write `train.jsonl` and `heldout.jsonl`, which share no prompt, and return their paths.
+    """Write `train_prompts` tasks to `train.jsonl` and `heldout_prompts` others to `heldout.jsonl` in `out_dir`, and
+    return the paths of both files. The files share no prompt.
 
     A file that already has the right content is not rewritten.
     """

@@ -25,7 +25,7 @@ class ConversationRows:
     """
 
     def __init__(self, sources: list[SourceSection], config: Config, tokenizer: Tokenizer | None = None):
-        """Read all rows. Raises ConfigError."""
+        """Read all rows of `sources`. `tokenizer`: None: that of `model.path`. Raises ConfigError."""
         self.rows, self.seed = load_conversations(sources, config.data, config.sft), config.seed
         self.max_tokens = min(config.sft.max_tokens, config.context_tokens or config.sft.max_tokens)
         self.encoder = ConversationEncoder(tokenizer or Tokenizer(config.model.path), config.data, config.sft)

@@ -186,7 +186,8 @@ class ConversationEncoder:
         return bool(MARKS_ASSISTANT.search(self._template))
 
     def _print(self, messages: list[Message], row: DatasetRow, is_open: bool = False) -> str:
-        """Text of `messages` in the chat template; `is_open`: add the prompt of the assistant's next turn."""
+        """Text of `messages` in the chat template, with the tools of `row`. `is_open`: add the prompt of the
+        assistant's next turn."""
         return self.tokenizer.print_chat(
             messages, tools=list(row.tools) or None, add_generation_prompt=is_open, **self.options
         )

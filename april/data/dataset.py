@@ -66,7 +66,8 @@ def rows_per_epoch(count: int, weight: float) -> int:
 
 def source_rows(count: int, wanted: int, seed: tuple[int, int], epoch: int, shuffle: bool) -> np.ndarray:
     """int64 [wanted]: row indices of one source in this epoch, which continues the previous epoch's pass over the
-    source. `count`: rows of the source; `wanted`: those of an epoch; `seed`: (the run's seed, number of the source)."""
+    source. `count`: rows of the source; `wanted`: those of an epoch; `seed`: (the run's seed, number of the source);
+    `shuffle`: whether each pass has a random order, otherwise it is ascending."""
     if wanted == count:
         return np.arange(count, dtype=np.int64)
     start, end = epoch * wanted, (epoch + 1) * wanted
@@ -122,7 +123,7 @@ class Dataset:
         self.order = lru_cache(maxsize=2)(self._order)
 
     def source_of(self, index: int) -> int:
-        """Number of the source that a row is from."""
+        """Number, from 0, of the source that the row with this index is from."""
         return bisect_right(list(accumulate(self.counts)), index)
 
     def add_source(self, rows: Iterable[DatasetRow], weight: float = 1.0) -> None:

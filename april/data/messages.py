@@ -162,9 +162,9 @@ def check_printed(messages: list[Message], printed: str) -> None:
 
 
 def _missing(numbered: list[tuple[int, Message]], whole: str, last: Message) -> str:
-    """Description of the first text of the messages that `whole` lacks after the texts of earlier messages; empty if
-    none. `numbered`: messages with their numbers; `whole`: the printed prompt without white space; `last`: the last
-    message."""
+    """The first text that the chat template has not printed, as a noun phrase for an error: "'TEXT' of message 3 (role
+    'user')"; "" if all texts are printed in their order. `numbered`: (number, message) pairs; `whole`: the printed
+    prompt without white space; `last`: the last message, whose thoughts have to be printed too."""
     at = 0
     for number, message in numbered:
         start = at

@@ -167,7 +167,8 @@ def checked(path: Path, files: list[Path], splits: Sequence[str] = ()) -> list[P
 
 
 def check_shards(path: Path, files: list[Path]) -> None:
-    """Raises ConfigError if shards of a dataset are missing, or their names disagree on the number of shards."""
+    """Raises ConfigError if shards of a dataset are missing, or the names of `files` disagree on the number of shards.
+    `path`: the dataset's folder, for the error."""
     shards = [found for file in files if (found := SHARD.fullmatch(file.stem))]
     totals = {int(shard["total"]) for shard in shards}
     if len(totals) > 1:
@@ -249,7 +250,8 @@ def read_parquet(file: Path, columns: set[str]) -> Iterator[Record]:
 
 
 def read_arrow(file: Path, columns: set[str]) -> Iterator[Record]:
-    """Records of a file in either Arrow format: the stream format, which `save_to_disk` writes, or the file format."""
+    """Records of a file in either Arrow format: the stream format, which `save_to_disk` writes, or the file format.
+    `columns`: names of the needed fields."""
     arrow = import_arrow(file, "pyarrow")
     with refusing_damage(file, "Arrow"), arrow.memory_map(str(file)) as content:
         magic = content.read(len(ARROW_FILE_MAGIC))
@@ -317,7 +319,8 @@ def record_of(row) -> Any:
 def refusing_damage(file: Path, format_name: str, row: int = 0) -> Iterator[None]:
     """Context manager that turns pyarrow's errors into ConfigError.
 
-    `row`: number of the first row not yet read, for the error text; 0 while the file's header is read.
+    `format_name`: the file's format, for the error text; `row`: number of the first row not yet read, for the same; 0
+    while the file's header is read.
     """
     damage = import_arrow(file, "pyarrow").ArrowException
     try:

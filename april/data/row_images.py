@@ -30,7 +30,7 @@ DATA_URL = "data:"
 
 def find_images(record: Any, mapping: Mapping) -> list[Any]:
     """The images in a record's image column, in the dataset's own format and without empty cells; [] without such a
-    column."""
+    column. `mapping.images`: candidate names of the column, of which the first in the record is used."""
     if not isinstance(record, dict):
         return []
     for key in mapping.images:

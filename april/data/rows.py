@@ -35,7 +35,8 @@ class RowImage(msgspec.Struct, array_like=True, frozen=True):
     """Path of the file; "" for bytes that the dataset keeps."""
     start: int = 0
     size: int = 0
-    """(`start`, `size`): where the bytes are in the dataset's own file, if `path` is ""."""
+    """If `path` is "", the image is the `size` bytes from offset `start` on in the file in which the dataset stores its
+    images."""
 
 
 class DatasetRow(msgspec.Struct, array_like=True, frozen=True):

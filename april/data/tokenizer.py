@@ -86,7 +86,8 @@ class Tokenizer:
         return ids
 
     def _expanded(self, ids: np.ndarray, images: Sequence[int]) -> np.ndarray:
-        """Token ids with the placeholder of each image repeated. Raises BadRow unless there is one for each image."""
+        """Token ids in which each image's placeholder token is repeated, once for each token of the image. `images`:
+        number of tokens of each image, in order. Raises BadRow unless `ids` has one placeholder for each image."""
         is_image = ids == self._config.get("image_token_id", NO_TOKEN)
         if (found := int(is_image.sum())) != len(images):
             raise BadRow(
@@ -99,7 +100,7 @@ class Tokenizer:
 
     @cached_property
     def _config(self) -> dict[str, Any]:
-        """The model's configuration; empty without one."""
+        """Content of the config.json in the tokeniser's folder; {} without such a file."""
         return read_json(self.path / "config.json")
 
     @cached_property
@@ -154,7 +155,7 @@ class Tokenizer:
 
     def _takes_text_arguments(self, template: str | None) -> bool:
         """Whether a chat template prints the arguments of tool calls as JSON only if they are given as JSON text, not
-        as objects."""
+        as objects. `template`: None for the tokeniser's own."""
 
         def printed(arguments: Any) -> str:
             call = {"type": "function", "function": {"name": "try", "arguments": arguments}}

@@ -79,7 +79,7 @@ PEFT_PREFIX = "base_model.model."
 """Beginning of the names of tensors that peft has saved with its wrapper."""
 PLAIN_TYPES = ("llama", "qwen2", "qwen3")
 PLAIN_POSITIONS = ("default", "linear", "llama3", "yarn")
-"""Types of models, and of rotary positions, that engines and learner are tested with. A run does not try them again."""
+"""Types of models and of rotary positions that engines and learner are tested with. A run makes no trial of them."""
 TRIAL = "from april.launch.check import tell_objections; tell_objections()"
 TRIAL_S = 600.0
 DEVICE = "cuda"
@@ -336,9 +336,9 @@ def try_part(trial: Callable[[Config, str], None], config: Config, found: Findin
 
 
 def check_has_device(error: Exception, part: str, device: str, configured: str) -> None:
-    """Raises NotTried if a trial's `error` may be due to a missing or occupied accelerator, or to what only a run's
-    ranks have, and not to the user's part. `part`: what was tried, as the subject of the error; `device`: where it was
-    tried, "cpu" or the accelerator; `configured`: the device in the configuration."""
+    """Raises NotTried if the `error` of a trial need not be a fault of the user's part: the accelerator is missing or
+    occupied, or the part needs the environment or collectives of a run's ranks. `part`: what was tried, as the subject
+    of the error; `device`: where it was tried, "cpu" or the accelerator; `configured`: the device configured."""
     on_cpu, told = device == "cpu", "".join(traceback.format_exception(error))
     outside = NEEDS_RUN.search(told)
     where = "outside of a run" if outside else f"{'without an' if on_cpu else 'on the'} accelerator"

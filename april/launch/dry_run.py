@@ -106,7 +106,8 @@ def describe_source(source: SourceSection, verifier: str) -> str:
 
 
 def describe_conversations(config: Config) -> dict[str, str]:
-    """A line about the sources of kind sft, by its label; empty if there are no such sources."""
+    """{"beside": one line about all sources of kind sft}, the line's label and text; {} if there are no such
+    sources."""
     lines = [
         f"{source.sft_rows} rows of {source.named()} a batch, {source.sft_weight:g} times their loss"
         for source in config.data.sft_sources.values()
@@ -190,8 +191,8 @@ def describe_engine(config: Config, shape: ModelShape | None) -> str:
 
 
 def describe_fit(config: Config, devices: Sequence[str]) -> str:
-    """Memory that the run needs on an accelerator, and changes that would make it fit, if they are known and the
-    accelerator is not divided (`devices.share` has a line of its own)."""
+    """Text on whether the run fits this machine's accelerators (`devices`): the memory that it needs on one, and
+    changes that would make it fit; or why that is not known. "" with `devices.share`, which has a line of its own."""
     if config.devices.share:
         return ""
     if not devices:

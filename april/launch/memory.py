@@ -79,8 +79,9 @@ def read_shape(folder: Path) -> ModelShape | None:
 
 
 def has_tensors(folder: Path, shape: Mapping[str, Any]) -> bool:
-    """Whether all layers of a Llama-shaped model have full attention, and its matrices are there, in the shapes that
-    its config.json gives. A stand-in folder without any tensor passes, as in tests of configurations."""
+    """Whether the files of a Llama-shaped model in `folder` have all its matrices, in the shapes that `shape` (the
+    content of its config.json) gives, and all layers have full attention. A stand-in folder without any tensor passes,
+    as in tests of configurations."""
     found = {tensor.name: list(tensor.shape) for tensor in all_tensors(folder)}
     try:
         hidden, inner, heads = (shape[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
@@ -116,7 +117,8 @@ def linears_of(folder: Path) -> dict[str, int]:
 
 
 def layer_matrices(folder: Path) -> list[StoredTensor]:
-    """Weight matrices of the linear layers inside the transformer layers."""
+    """Names, shapes and places in the folder's files of the weight matrices of linear layers inside the transformer
+    layers, without those that get no adapter (`NOT_ADAPTED`)."""
     return [
         tensor
         for tensor in all_tensors(folder)

@@ -35,9 +35,10 @@ ROLES = ("broker", "learner", "worker", "scorer", "agents")
 OVER = {0: "has come to its end", REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
 """Exit statuses after which a part is not restarted, with their meaning."""
 LEAVE_S = 60.0
-"""Longest wait for a part that was asked to stop, while it returns its samples."""
+"""Longest wait for a part that was asked to stop, while it returns its samples, seconds."""
 STOP_S = 600.0
-"""Longest wait for a broker that was asked to stop, beyond learner.hung_s: the learner writes a checkpoint."""
+"""Longest wait for a broker that was asked to stop, in addition to `learner.hung_s`, seconds: meanwhile the learner
+writes a checkpoint."""
 POLL_S = 0.2
 
 
@@ -131,9 +132,10 @@ class PartSupervisor:
         leave_s: float = LEAVE_S,
         devices: Sequence[str] = (),
     ):
-        """`say`: prints a line. `threads`: OMP_NUM_THREADS of the program. `run_dir`: folder with the broker's address
-        file, which is watched for changes; None: the address is fixed. `leave_s`: longest wait for the program after a
-        request to stop. `devices`: accelerators visible to the program; empty: all."""
+        """`name`: of the part, for messages; `command`: of the program; `max_restarts`: restarts in a row until the
+        part is given up. `say`: prints a line. `threads`: OMP_NUM_THREADS of the program. `run_dir`: folder with the
+        broker's address file, which is watched for changes; None: the address is fixed. `leave_s`: longest wait for the
+        program after a request to stop. `devices`: accelerators visible to the program; empty: all."""
         self.name, self.command, self.max_restarts, self.say = name, list(command), max_restarts, say
         self.address_file = run_dir / ADDRESS_FILE if run_dir else None
         own = {SUPERVISED: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
@@ -141,9 +143,9 @@ class PartSupervisor:
         self.leave_s = leave_s
         self.restarts = self._starts = 0
         self._began = 0.0
-        """Time of the program's latest start (seconds)."""
+        """Time of the program's latest start, Unix seconds; 0 before the first."""
         self._leave_by: float | None = None
-        """Time at which the program is killed after a request to stop; None before the request."""
+        """Time at which the program is killed after a request to stop, Unix seconds; None before the request."""
         self._child: subprocess.Popen | None = None
         self._asked: tuple[int, subprocess.Popen | None] | None = None
         """(last stop signal, process that the signal was passed on to); None before the first signal."""

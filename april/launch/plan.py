@@ -120,7 +120,9 @@ def sizes_of(config: Config) -> "Footprint":
 
 @cache
 def cached_sizes(folder: Path, adapter: str, bf16: bool, freeze_vision: bool) -> "Footprint":
-    """Sizes of a model with an adapter. `adapter`: section [lora] as JSON; `bf16`: passes in bfloat16, else fp32."""
+    """Sizes (`Footprint`) of the model in `folder` with the adapter of section [lora], which `adapter` is as JSON.
+    `bf16`: whether passes are in bfloat16, otherwise in fp32; `freeze_vision`: whether the vision tower is not trained.
+    """
     from april.learner.footprint import footprint
 
     return footprint(folder, LoraSection.model_validate_json(adapter), bf16, freeze_vision=freeze_vision)
@@ -193,9 +195,9 @@ def ways_to_fit(config: Config, memory_bytes: float, most: int = 3) -> list[tupl
 
 
 def objection(config: Config, needs: Needs, memory_bytes: float) -> str:
-    """Reason why a run does not fit into accelerators of `memory_bytes`; empty if it fits. Where learner and engine
-    share accelerators, the run also has to pass `divide`, which `april run` calls at its start, and which keeps more
-    memory for the engine."""
+    """Reason why a run with these `needs` does not fit into accelerators of `memory_bytes`; empty if it fits. Where
+    learner and engine share accelerators, the run also has to pass `divide`, which `april run` calls at its start, and
+    which keeps more memory for the engine."""
     if needs.least > memory_bytes:
         return f"{format_bytes(needs.least)} are needed"
     shape = read_shape(config.model.path)

@@ -89,7 +89,8 @@ def is_stored(config: Config) -> bool:
 
 @contextlib.contextmanager
 def lock_run_folder(config: Config) -> Iterator[None]:
-    """Hold an exclusive lock on the run folder. Raises ConfigError if another process holds it."""
+    """Context manager that holds an exclusive lock on the run folder, so that no second `april run` uses it. Raises
+    ConfigError if another process holds the lock; does nothing for a folder that no run has used yet."""
     with contextlib.ExitStack() as stack:
         try:
             stamp = stack.enter_context((config.run_dir / FILE).open("rb+"))

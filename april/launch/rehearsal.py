@@ -152,8 +152,8 @@ REWARD_MEND = "return a number, or a number and a dictionary of numbers"
 STARTING_S, DRY_S = 0.3, 20.0
 """Time for grading beyond the first row of each verifier (seconds), at the start of a run and in a dry run."""
 FIRST_ANSWER_S = 15.0
-"""Additional wait for the first answer of each verifier or of the environment (seconds). A call may take longer, up to
-its time limit in the configuration."""
+"""Time for the first answer of each verifier or of the environment, in addition to the time for all rows (seconds). A
+call that a run would permit may be slower, since its time limit is a key of the configuration."""
 
 
 class Rehearsal:
@@ -211,7 +211,7 @@ class Rehearsal:
         self._ask_filters(next(iter(scores.values()), None))
 
     def _is_usable(self, name: str) -> bool:
-        """Whether the verifier can be imported and asked; if not, `check_run` has recorded the error before."""
+        """Whether the verifier `name` can be imported and asked; if not, `check_run` has recorded the error before."""
         try:
             check_verifier(name, url=self.config.reward.url)
         except ConfigError:

@@ -23,7 +23,7 @@ from april.workers.engines import ENGINES
 FIRST_ROWS = 1000
 """Number of rows at the beginning of each dataset that are inspected; its last row is inspected as well."""
 MORE_ROWS_S = 1.0
-"""Time for rendering further training prompts when a run starts, seconds."""
+"""Time limit, in seconds, for rendering further prompts when a run starts, after the `FIRST_ROWS` of each dataset."""
 CHARACTERS_SHOWN = 8
 
 
@@ -55,9 +55,10 @@ def located(
 
 
 def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: bool = False) -> list[InspectedRow]:
-    """Inspect training prompts, then held-out ones; returns the first usable rows and records facts and warnings.
+    """Inspect training prompts, then held-out ones. Returns the usable ones among the first rows of each set; records
+    facts and warnings in `found`.
 
-    `everything`: render all prompts; otherwise the first ones of each set, and more for `MORE_ROWS_S`.
+    `everything`: render all prompts; otherwise the first `FIRST_ROWS` of each set, and more for `MORE_ROWS_S` seconds.
     """
     data, tokenizer = config.data, book.tokenizer
     check_takes_images(config, book)

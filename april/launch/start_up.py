@@ -10,8 +10,8 @@ from april.util import clock
 class StartUp:
     """Notes each milestone between the start of a run and its first step once, with the time since the start.
 
-    start_up = StartUp(view.note)
-    start_up.parts_started(["broker", "learner", "worker-0"], logs)
+    start_up = StartUp(print)                            # gets each milestone as a line of text
+    start_up.parts_started(["broker", "learner", "worker-0"], Path("runs/my-run/logs"))
     start_up.observe(status)                             # repeatedly, until `is_over`
     """
 

@@ -61,7 +61,7 @@ CLOSE_S = 5.0
 LEARNER_CLOSE_S = 60.0
 """Longest wait for the learner to end after the run is over and the policy written."""
 FATAL_STATUSES = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
-"""Exit statuses after which a restart would not help, with their meaning. At a restart, REFUSED may be temporary."""
+"""Exit statuses with which the run fails -> meaning; REFUSED only at a part's first start, or once it was heard."""
 TAIL_LINES = 25
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -93,7 +93,7 @@ class Part:
     hung_s: float
     """Longest silence before the part is killed (seconds)."""
     load_s: float
-    """Longest silence between a start of the part and the first message that the broker hears from it (seconds)."""
+    """Time limit (s) from a start of the part to its first message to the broker; then the part is killed."""
     devices: Sequence[str] = ()
     """Accelerators visible to the part; empty: those of this process."""
     program: Program | None = None
@@ -103,7 +103,7 @@ class Part:
     """Bytes in the log file that earlier processes of the part have written."""
     told_cause: str = ""
     restarts: int = 0
-    """Restarts since the part last contributed to a new step."""
+    """Restarts since the part last had a share in a new step, or was at work for STEADY_S seconds."""
     started_at: float = 0.0
     heard_at: float = 0.0
     """Time at which the part was last known to be alive (seconds)."""
@@ -208,7 +208,7 @@ class Supervisor:
         self._read_only = ""
         self._metrics_read = 0
         self._next_status = self._last_status_s = 0.0
-        """Times of the next status request and of the last status received (seconds)."""
+        """Times (seconds) of the next request to the broker for its status, and of the last status received."""
         self._highest_step = 0
         self._evaluations = len(read_summary(self.run_dir / "summary.json").get("evaluation") or [])
         """Number of evaluations that `_note_evaluations` has noted, in this start of the run or earlier ones."""
@@ -280,7 +280,7 @@ class Supervisor:
         return self._part(name, arguments, self.config.worker, self.config.worker.threads)
 
     def _holder_part(self, role: str, index: int, config_path: Path, address: str) -> Part:
-        """The `Part` of a scorer or of an agents process."""
+        """The `Part` ROLE-INDEX, a scorer or agents process. `role`: "scorer" or "agents"; `address`: the broker's."""
         name, limits = f"{role}-{index}", self.config.scorer if role == "scorer" else self.config.agent
         return self._part(name, [role, str(config_path), "--connect", address, "--name", name], limits)
 
@@ -446,7 +446,7 @@ class Supervisor:
                 self.view.update(status)
 
     def _note_evaluations(self, evaluations: list[dict]) -> None:
-        """Note the evaluations that are new since the last status."""
+        """Show the user those of all `evaluations`, as the broker's status has them, that were not shown yet."""
         for result in evaluations[self._evaluations :]:
             self.view.note(describe_evaluation(result))
         self._evaluations = max(self._evaluations, len(evaluations))

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 SCORES_PER_BLOCK = 2**25
-"""Most attention scores that exist at once where they are written out (128 MiB in fp32)."""
+"""Most attention scores that exist at once if the matrix of scores is computed in memory, not by a fused kernel (128
+MiB in fp32)."""
 QUERIES = 512
 """Least number of queries in a block of sliding-window attention, however short the window: smaller blocks take longer
 than computing the scores that they save."""
@@ -27,7 +28,8 @@ FLEX_BLOCK = 128
 
 
 class Exchange(ABC):
-    """Exchange between the C ranks that share a row: tokens, of which each rank has 1 / C, for heads of all tokens."""
+    """Exchange between the C ranks that share a row: each gives its 1 / C of the tokens, for all heads, and gets all
+    tokens, for its 1 / C of the heads."""
 
     @property
     @abstractmethod
@@ -36,16 +38,17 @@ class Exchange(ABC):
 
     @abstractmethod
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Queries [1, H, T / C, D], keys and values of this rank's tokens -> the same of all tokens and this rank's
-        heads, [1, H / C, T, D]. Collective."""
+        """Queries [1, H, T / C, D] of all H heads, and keys and values of theirs, for the tokens of this rank -> the
+        same for all T tokens and the heads of this rank, 1 / C of them: queries [1, H / C, T, D]. Collective."""
 
     @abstractmethod
     def to_tokens(self, output: Tensor) -> Tensor:
-        """[1, T, H / C, E] -> [1, T / C, H, E], the inverse of `to_heads`. Collective."""
+        """Output [1, T, H / C, E] for all T tokens and the heads of this rank -> [1, T / C, H, E] for the tokens of
+        this rank and all H heads: the inverse of `to_heads`. Collective."""
 
     @abstractmethod
     def of_heads(self, values: Tensor) -> Tensor:
-        """This rank's part of `values` [H], which has one value for each head."""
+        """The values of this rank's heads, 1 / C of `values` [H], which has one value for each head."""
 
 
 class Packing:
@@ -68,7 +71,8 @@ class Packing:
         return self.made["alone"]
 
     def in_chunks(self, size: int) -> "Packing":
-        """The packing whose sequences are these, cut from their starts on into chunks of `size` tokens."""
+        """The packing of the same row in which each chunk counts as a sequence: every sequence is cut, from its start
+        on, into chunks of `size` tokens, the last of which may be shorter."""
         if size not in self.made:
             lens = [min(size, length - start) for length in self.seq_lens for start in range(0, length, size)]
             starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=self.cu_seq_lens.device)
@@ -81,17 +85,20 @@ class Variant:
     """Features of a layer's attention besides causality; plain causal attention has none."""
 
     window: int | None = None
-    """Sliding window in tokens, as in `Reach`."""
+    """Sliding window in tokens, as in `Reach`; None: a token sees all earlier ones."""
     softcap: float | None = None
-    """c, if scores z are c tanh(z / c)."""
+    """c, if scores z become c tanh(z / c); None: they stay as they are."""
     sinks: Tensor | None = None
-    """[H]: one more score of each head, that takes its part of the probability and gives nothing."""
+    """[H]: for each head one more score, of a key without value: it takes its part of the probability and adds nothing
+    to the output. None: no such scores."""
     bias: Tensor | None = None
-    """Bias added to the scores, [1, H, T, T] over the whole row; dimensions may be 1 for all."""
+    """Bias added to the scores, [1, H, T, T] over the whole row; a dimension may be 1, for a bias that is the same
+    along it. None: no bias."""
 
     @property
     def is_written_out(self) -> bool:
-        """Whether the scores have to be written out: PyTorch's own attention has no soft cap, sinks or bias."""
+        """Whether the matrix of attention scores has to be computed in memory, since PyTorch's own attention has no
+        soft cap, sinks or bias."""
         return self.softcap is not None or self.sinks is not None or self.bias is not None
 
     @property
@@ -113,8 +120,8 @@ def each_sequence(
     scaling: float | None,
     variant: Variant = PLAIN,
 ) -> Tensor:
-    """Output [1, T, H, E] of packed attention: one attention call for each sequence, or for each block of its
-    queries."""
+    """Packed attention by one call for each sequence, or for each block of its queries: query [1, H, T, D], key and
+    value [1, heads, T, D or E] -> [1, T, H, E]. `scaling`: factor of the scores; None: 1 / sqrt(D)."""
     if query.device.type != "cpu" or variant.is_written_out:  # elsewhere only such kernels avoid the whole square
         key, value = all_heads(key, query.shape[1]), all_heads(value, query.shape[1])
     parts = zip(*(tensor.split(seq_lens, dim=2) for tensor in (query, key, value)), strict=True)
@@ -141,9 +148,10 @@ def bias_of(bias: Tensor, start: int, length: int) -> Tensor:
 
 
 def in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, variant: Variant) -> Iterator[Tensor]:
-    """Attention of one sequence, [1, H, queries, E] for each block of its queries, which are so few that at most
-    `SCORES_PER_BLOCK` scores exist at once. Where scores are written out in several blocks, the backward pass computes
-    them again."""
+    """Attention of one sequence: query [1, H, n, D], key and value [1, heads, n, D or E] -> [1, H, queries, E] for each
+    block of its queries, in order. A block has so few queries that at most `SCORES_PER_BLOCK` scores exist at once. If
+    scores are computed in memory (`Variant.is_written_out`) and there are several blocks, the backward pass computes
+    the scores again."""
     length, scale = query.shape[2], query.shape[-1] ** -0.5 if scaling is None else scaling
     window = min(length, variant.window or length)
     rows = max(window, QUERIES)
@@ -175,8 +183,9 @@ def written_out(
     sinks: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Attention with its scores in memory: query [1, H, n, D], keys [1, H, m, D], `sees` bool [n, m] -> [1, H, n, E].
-    Scores and softmax are fp32 at least."""
+    """Attention with its scores in memory: query [1, H, n, D], key [1, H, m, D], value [1, H, m, E] -> [1, H, n, E].
+    `sees` bool [n, m]: whether a query sees a key; `scale`: factor of the scores; `softcap`, `sinks`, `bias`: as in
+    `Variant`. Scores and softmax are fp32 at least."""
     exact = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(exact) @ key.to(exact).transpose(-1, -2) * scale
     if softcap is not None:
@@ -191,7 +200,8 @@ def written_out(
 
 
 def all_heads(tensor: Tensor, heads: int) -> Tensor:
-    """Repeat key or value heads (dimension 1) so that each of the `heads` query heads has one of its own."""
+    """Repeat the heads (dimension 1) of `tensor`, keys or values, so that each of the `heads` query heads has one of
+    its own."""
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
@@ -221,7 +231,9 @@ def variable_length(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[1, T, H, E] by PyTorch's flash attention, in which values are as wide as keys; narrower ones are padded."""
+    """Packed attention by PyTorch's flash attention: query [1, H, T, D], key and value [1, heads, T, D or E] -> [1, T,
+    H, E]. Values narrower than keys (E < D) are padded. `longest`: tokens of the longest sequence; `scaling`: factor of
+    the scores, None: 1 / sqrt(D); `window`, `sinks`: as in `Variant`."""
     width = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -290,8 +302,8 @@ class WithSinks(torch.autograd.Function):
 def by_flex(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, variant: Variant
 ) -> Tensor:
-    """Attention output [1, T, H, E] of layers with soft caps, by flex attention, which is compiled on the first
-    call."""
+    """Attention of layers with soft caps, by flex attention, which is compiled on the first call: query [1, H, T, D],
+    key and value [1, heads, T, D or E] -> [1, T, H, E]. `scaling`: factor of the scores; None: 1 / sqrt(D)."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     def capped(score, *place):

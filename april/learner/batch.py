@@ -82,7 +82,7 @@ class TrainSample:
     """Token ids, int32, of the prompt with its hint, under which the policy is its own teacher; empty without a
     hint."""
     source: int = 0
-    """Number of the prompt's source in `data.sources`."""
+    """Index, from 0, of the prompt's source in `data.sources`."""
     feedback: str = ""
     """Text that the verifier gave beside the reward; stored for inspection."""
 
@@ -181,7 +181,7 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     tokens: bytes
     logprobs: bytes
     support_counts: bytes = b""
-    """Support sizes of all response tokens, int32; empty if sampling was not truncated."""
+    """Number of candidate ids that each response token was drawn from, int32; empty if sampling was not truncated."""
     support_ids: bytes = b""
     names: list[tuple[int, int, int, str]] = []
     """(group, index, fork, finish reason) of each row."""
@@ -195,14 +195,15 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     image_numbers: list[list[int]] = []
     """Indices in `images` of the images of each row; empty if no row has any."""
     image_starts: list[tuple[int, ...]] = []
-    """Values of `image_starts` of each row's sample; empty if no row has any."""
+    """For each row, for each of its images, the index of the first token that may be the image's placeholder; empty if
+    no row has any."""
     token_scores: dict[str, bytes] = {}
     """Token scores of all response tokens, by name: float32 [tokens, W], W the most numbers per token of any row; NaN
     where a row has fewer or none."""
     hinted: list[bytes] = []
     """Token ids of each row's prompt with its hint, int32; empty if no row has any."""
     sources: list[int] = []
-    """Number of each row's source; empty if all are 0."""
+    """Index in `data.sources` of each row's source; empty if all are 0."""
     conversations: bytes = b""
     """The rows of conversations, encoded as a batch of one group; empty if there are none."""
     left_out: dict[str, int] = {}

@@ -60,8 +60,8 @@ def metrics_by_source(
 
 
 def hinted_share(samples: Sequence[TrainSample]) -> dict[str, float]:
-    """`hinted_share`: the share of the samples whose prompt also exists with a hint, 0 to 1. There is no metric if no
-    sample has such a prompt."""
+    """The metric `hinted_share`, by name: the share of the samples whose prompt also exists with a hint, 0 to 1. {} if
+    no sample has such a prompt."""
     hinted = sum(len(sample.hinted_prompt) > 0 for sample in samples)
     return {"hinted_share": hinted / len(samples)} if hinted else {}
 

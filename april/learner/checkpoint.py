@@ -56,7 +56,8 @@ class CheckpointPart:
 
     @classmethod
     def of(cls, prefix: str, model: Any, lr: float, section: LearnerSection) -> Self:
-        """The part of `model` with a new optimizer, which `section` names, at the learning rate `lr`."""
+        """The part that holds `model` and a new optimizer for it: the one that `section.optimizer` names, at the
+        learning rate `lr`. `prefix`: put before the part's tensor names in a checkpoint, "" for the policy."""
         return cls(prefix, model, OPTIMIZERS.find(section.optimizer)(list(model.trained), lr, section))
 
     def state(self) -> dict[str, Tensor]:
@@ -69,8 +70,9 @@ class CheckpointPart:
         return state
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Have the optimizer take over values that were loaded into the tensors of `state()`. The model's parameters
-        are among these tensors, and need nothing more."""
+        """Complete a restore: `state`, the tensors of `state()`, now has a checkpoint's values, and the optimizer takes
+        its moments over from them. Weights need nothing more, since the tensors are the model's parameters
+        themselves."""
         self.optimizer.loaded()
 
 

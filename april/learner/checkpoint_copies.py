@@ -82,7 +82,8 @@ def find_checkpoint(
 
 
 def missing_files(sums: Mapping[str, str], inventories: Sequence[RankInventory | None]) -> list[str]:
-    """Files of the checksum list `sums` that no disk has intact."""
+    """Names, sorted, of the files in the checksum list `sums` that no disk has intact. `inventories`: that of each
+    rank, None if it has no folder of the checkpoint."""
     whole = set[str]().union(*(inventory.whole for inventory in inventories if inventory and inventory.sums == sums))
     return sorted(sums.keys() - whole)
 
@@ -126,10 +127,12 @@ CHUNK_BYTES = 2**24
 
 
 class Disks:
-    """The disks on which the ranks see `directory`, numbered in the order of their lowest ranks."""
+    """The disks that the ranks of a group write to. Ranks are on the same disk if they see the same folder under the
+    path `directory`. Disks are numbered from 0, in the order of their lowest ranks."""
 
     def __init__(self, directory: Path, group: dist.ProcessGroup):
-        """`group` is a gloo group over all ranks. Collective."""
+        """`directory`: folder of checkpoints or exports, created if it does not exist; `group`: gloo group over all
+        ranks. Collective."""
         self.directory, self.group, self.rank = directory, group, dist.get_rank()
         lowest = self._lowest_ranks() if dist.get_world_size() > 1 else [0]
         self.leaders = sorted(set(lowest))
@@ -323,8 +326,9 @@ class CheckpointCopies:
     def fetch_missing(
         self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
     ) -> RankInventory | None:
-        """Fetch from the copies the files that no disk has; returns this rank's updated inventory. `own` is this rank's
-        inventory, `inventories` has those of all ranks."""
+        """Fetch into `folder`, from the copies of the checkpoint `step`, the files that no disk has; returns this
+        rank's updated inventory. `own`: this rank's inventory, `inventories`: those of all ranks; None for a rank
+        without a folder of this step."""
         return own
 
     def repair(self, found: FoundCheckpoint, folder: Path) -> None:
@@ -374,7 +378,8 @@ class ObjectStoreCopies(CheckpointCopies):
         self._put(step, folder, [*written[self.disks.rank], *sorted(unowned)], sums)
 
     def _put(self, step: int, folder: Path, names: Sequence[str], sums: Sums) -> None:
-        """Upload the files of this rank, and the checksum list once all ranks have uploaded theirs. Collective."""
+        """Upload the files `names` of this rank from `folder`, and once all ranks have done so the checksum list `sums`
+        of the whole checkpoint. Collective."""
         for name in names:
             self.stored.put(step, sums, folder / name)
         self.disks.barrier()

@@ -72,14 +72,15 @@ def check_sharing(lm: nn.Module, size: int) -> None:
 
 
 class ContextGroup:
-    """The ranks that share each row."""
+    """The ranks among which the tokens of each packed row are divided: `size` of them, of which this one is `rank`.
+    `group`: their process group."""
 
     def __init__(self, size: int, rank: int, group: dist.ProcessGroup | None):
         self.size, self.rank, self.group = size, rank, group
 
     def all_to_all(self, sent: Tensor) -> Tensor:
-        """[C, n] -> [C, n]: row r of `sent` goes to rank r of the group; row r of the result comes from rank r.
-        Collective."""
+        """[C, n] -> [C, n], C the number of ranks of the group: row r of `sent` goes to rank r; row r of the result
+        comes from rank r. Collective."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return received
@@ -110,8 +111,9 @@ class ContextGroup:
         return WholeColumns.apply(part.exchange, *columns)
 
     def part(self, micro: MicroBatch) -> MicroBatch:
-        """This rank's tokens of a micro-batch, and the targets that they predict. `seq_lens` and `cu_seq_lens` are
-        those of the whole row, padded by a last sequence of up to C - 1 tokens so that C divides its length."""
+        """This rank's tokens of a micro-batch, and the targets that they predict. `seq_lens` and `cu_seq_lens` of the
+        result are those of the whole row, padded by a last sequence of up to C - 1 tokens, so that C, the number of
+        ranks of the group, divides its length."""
         lengths, padding = micro.seq_lens, -sum(micro.seq_lens) % self.size
         ids, positions, starts, compared = micro.ids, micro.positions, micro.cu_seq_lens, micro.divergence
         if padding:
@@ -169,15 +171,16 @@ class RowExchange(Exchange):
 
 
 def split_heads(tensor: Tensor, size: int) -> Tensor:
-    """[1, H, T, D] -> [C, H / C, T, D]. Heads of keys and values that C does not divide are repeated, so that each rank
-    has those of its queries."""
+    """Divide the H heads of a layer among C = `size` ranks: [1, H, T, D] -> [C, H / C, T, D]. If C does not divide the
+    number of heads of keys and values, they are repeated, so that each rank has those of its queries."""
     repeats = size // gcd(size, tensor.shape[1])
     heads = tensor[0] if repeats == 1 else tensor[0].repeat_interleave(repeats, 0)
     return heads.unflatten(0, (size, -1))
 
 
 class AllToAll(torch.autograd.Function):
-    """`ContextGroup.all_to_all`; gradients go back the same way."""
+    """`ContextGroup.all_to_all` as a step of autograd: row r goes to rank r; backward, gradients are exchanged in the
+    same way."""
 
     @staticmethod
     def forward(ctx, sent, context):
@@ -190,8 +193,9 @@ class AllToAll(torch.autograd.Function):
 
 
 class WholeColumns(torch.autograd.Function):
-    """Columns of a whole row. Every rank computes the loss of the row from them, so a rank's part of the gradient is
-    that of its own targets; parameters' gradients are summed over all ranks."""
+    """Puts the columns of all ranks' targets together: each rank gives those of its own targets, and gets those of all
+    K targets of the row. Backward, a rank keeps the gradient of its own targets: every rank computes the loss of the
+    whole row, and parameters' gradients are summed over all ranks."""
 
     @staticmethod
     def forward(ctx, exchange, *columns):

@@ -76,7 +76,7 @@ class BatchConversations:
 
 def as_sample(row: Conversation, number: int, step: int, source: int = 0) -> TrainSample:
     """A row as a sample of group `number` with the reward 1, whose trained tokens count as sampled by weights `step`.
-    Tokens after the last trained token are left out."""
+    Tokens after the last trained token are left out. `source`: number of the source that the row is from."""
     trained = np.flatnonzero(row.is_trained)
     first, end = int(trained[0]), int(trained[-1]) + 1
     edges = np.flatnonzero(np.diff(row.is_trained[first:end].astype(np.int8), prepend=0, append=0)).tolist()

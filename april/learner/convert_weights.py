@@ -81,7 +81,8 @@ def backend_of_checkpoint(source: Path) -> type[BackendEntry] | None:
 
 
 def run_to_native(target: type[BackendEntry], run_dir: Path, step: int | None, out_dir: Path) -> int:
-    """Convert a run's checkpoint to a native one, through a temporary Hugging Face folder; returns its step."""
+    """Convert a run's checkpoint `step` (None: the newest) to the native format of the back end `target`, through a
+    temporary Hugging Face folder; returns the step."""
     target.installed_version()
     model_folder = out_dir.with_name(f"{out_dir.name}.model.partial")
     shutil.rmtree(model_folder, ignore_errors=True)
@@ -135,8 +136,9 @@ def write(source: Path, config: Config, out_dir: Path) -> None:
 def checkpoint_of(
     directory: Path, stored: StoredCheckpoints | None, step: int | None, out_dir: Path
 ) -> Iterator[tuple[int, Path]]:
-    """Step and folder of a complete checkpoint. A checkpoint that only the object store has is downloaded into a
-    temporary folder beside `out_dir`. Raises ConfigError."""
+    """(policy step, folder) of the complete checkpoint `step`; None: the newest. `directory`: folder with all
+    checkpoints; `stored`: those in the object store, None without a store. A checkpoint that only the store has is
+    downloaded into a temporary folder beside `out_dir`. Raises ConfigError."""
     in_store = stored.steps() if stored else set()
     known_steps = sorted({*checkpoint.steps(directory), *in_store})
     if not known_steps or (step is not None and step not in known_steps):

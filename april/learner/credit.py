@@ -58,7 +58,8 @@ def row_advantages(
     estimator: Callable[..., list[Tensor]], groups: list[list[SampleForks]], values: list[Tensor] | None = None
 ) -> np.ndarray:
     """Advantages, float64, one per row; all forks of a sample have the advantage of the sample in its group.
-    `estimator`: from `ADVANTAGES`. `values`: its first argument, what it compares in each group; None: the rewards."""
+    `estimator`: from `ADVANTAGES`. `values`: what the estimator compares in each group, its first argument; None: the
+    rewards of the samples."""
     compared = sample_rewards(groups) if values is None else values
     group_advantages = advantages(estimator, compared, sample_lengths(groups))
     rows = [torch.tensor(list(map(len, group)), dtype=torch.int64) for group in groups]

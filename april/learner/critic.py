@@ -57,7 +57,8 @@ class ValueModel(nn.Module):
 
 def empty_value_model(folder: Path, recompute: bool = False) -> ValueModel:
     """The value model of a Hugging Face folder with parameters on the meta device; `april.learner.model.empty_policy`
-    has already checked the folder's model."""
+    has already checked the folder's model. `recompute`: the backward pass recomputes a layer's activations instead of
+    keeping them."""
     return ValueModel(empty_model(folder, attention.register(), body_alone=True, recompute=recompute)).train()
 
 
@@ -139,8 +140,9 @@ class Critic:
         return found.to(values.dtype)
 
     def backward(self, packed: MicroBatch, tokens: ResponseTokens | None) -> None:
-        """Accumulate the gradients of the value loss of a micro-batch; a dummy micro-batch contributes 0 and only joins
-        the collectives."""
+        """Accumulate the gradients of the value loss of a micro-batch, `packed`. `tokens`: its tokens, whose scores
+        have the old values and the targets; None for a dummy micro-batch, which contributes 0 and only joins
+        collectives."""
         values = self.model(packed)
         if tokens is None:
             (0.0 * values.sum()).backward()

@@ -125,8 +125,8 @@ class StepTotals:
 
 def conversation_figures(conversations: Tensor) -> dict[str, float]:
     """The metrics `sft_tokens`, number of trained tokens, and `sft_loss`, their mean cross-entropy (nats). With
-    conversations of several sources, also those of each source, as NAME_source_S. `conversations`: sums, as in
-    `StepTotals`."""
+    conversations of several sources, also those of each source, as NAME_source_S; {} without trained tokens.
+    `conversations`: [sources, 2], tokens of each source and the sum of their cross-entropies."""
     rows = {f"_source_{source}": row for source, row in enumerate(conversations.tolist()) if row[0]}
     rows = {"": conversations.sum(0).tolist()} | (rows if len(rows) > 1 else {}) if rows else {}
     return {

@@ -45,7 +45,8 @@ def export_parts(
 ) -> None:
     """Write a Hugging Face folder as `export` does: each rank gathers and writes a part of the weights, rank 0 the
     other files. What ranks have written on other disks is copied to that of rank 0. Raises OSError on every rank if one
-    cannot write its part. Collective; the others do not wait for rank 0's files."""
+    cannot write its part. `dtype`: type in which weights are written that have none of their own; None: float32.
+    Collective; the others do not wait for rank 0's files."""
     part, rank = gather_part(Version(0, 0), tensors, dtype), dist.get_rank()
     disks, partial = Disks(out_dir.parent, long_wait_group()), out_dir.with_name(f"{out_dir.name}.partial")
     if disks.is_leader:

@@ -92,7 +92,7 @@ def in_bf16(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def packed_columns(columns: int) -> int:
-    """Bytes of a packed row of `columns` values."""
+    """Number of bytes of a row of `columns` values that is packed in NF4: the values, two a byte, and their scales."""
     return columns // 2 + columns // BLOCK * SCALE_BYTES
 
 
@@ -123,7 +123,8 @@ def unpack(packed: Tensor, columns: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def shape_in_files(lm: nn.Module, name: str, held: Tensor) -> Sequence[int]:
-    """Shape in files of the parameter `name` of `lm`, of which `held` is the one in memory."""
+    """Shape that the parameter `name` of `lm` has in files. `held`: the parameter in memory, whose shape differs if it
+    is packed in NF4."""
     module = lm.get_submodule(name.rpartition(".")[0])
     is_packed = isinstance(module, BaseLinear) and held.dtype == torch.uint8
     return (len(held), module.in_features) if is_packed else tuple(held.shape)

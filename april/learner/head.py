@@ -137,11 +137,12 @@ def gradient_of(
     dtype: torch.dtype,
     cap: float | None,
 ) -> Tensor:
-    """Gradient by a head's logits [n, V] as they are before the division by `temperature` and the soft cap `cap`; in
-    `dtype`.
+    """Gradient by a head's logits [n, V] as they are before the division by `temperature` and the soft cap `cap` (None:
+    no cap); in `dtype`.
 
     `logits` are after both. Of each row, [n, 1] each: `columns`, the target's column; `normalisers`, the logarithm of
-    the sum of exponentials; `entropies`; and the given gradients by the target's log-probability and by the entropy.
+    the sum of exponentials; `entropies`; and the given gradients by the target's log-probability and by the entropy
+    (None: 0).
     """
     log_p = logits - normalisers
     factor = -logprob_gradients

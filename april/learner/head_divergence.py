@@ -17,8 +17,8 @@ from april.learner.packing import NEVER, HeadInputs, MicroBatch
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """Function (teacher's log-probabilities [n, V], the policy's [n, V]) -> divergence of each row [n]."""
 PIECE_LOGITS, ACCELERATOR_PIECE_LOGITS = 2**22, 2**25
-"""Most logits that the divergence computes at a time, on a CPU and on an accelerator: a quarter of the head's own,
-since some eight tensors of this size exist at once."""
+"""Most logits that the divergence computes at a time, on a CPU and on an accelerator. Some eight tensors of this size
+exist at once, so they are a quarter of LOGITS_PER_CHUNK and LOGITS_PER_ACCELERATOR_CHUNK in `april.learner.head`."""
 
 
 def divergence_from(teacher: HeadInputs, divergence: Divergence, policy: HeadInputs) -> Tensor:
@@ -38,12 +38,12 @@ class TopIds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TopKDivergence:
-    """The divergence of a policy from a teacher over the k ids that the teacher finds most likely: a function of the
-    policy's head, as `divergence_from` with the first two arguments given."""
+    """Function (inputs of the policy's head for K targets) -> divergence of the policy from a teacher at each, float32
+    [K], over the k ids that the teacher finds most likely."""
 
     pairs: Tensor
-    """Pairs (id, log-probability under the teacher) of K targets, float [K, k, 2]; NaN where there are fewer. These,
-    and ids that the policy does not have, are left out: as ids of probability 0."""
+    """Pairs (id, log-probability under the teacher) of K targets, float [K, k, 2]; NaN where a target has fewer
+    than k. Such pairs, and those of ids that the policy does not have, count as ids of probability 0."""
     divergence: Divergence
 
     @classmethod
@@ -98,14 +98,16 @@ class HeadDivergence(torch.autograd.Function):
 
 
 def logprobs_at(logits: Tensor, ids: Tensor | None) -> Tensor:
-    """Log-probabilities of all ids, [n, V], or of some of each row, int64 [n, k] -> [n, k], from logits [n, V]."""
+    """Log-probabilities from `logits` [n, V]: [n, k], of the token ids `ids`, int64 [n, k], of each row; None: [n, V],
+    of all ids."""
     logprobs = logits.log_softmax(-1)
     return logprobs if ids is None else logprobs.gather(1, ids)
 
 
 def pieces(policy: HeadInputs, teacher: HeadInputs | TopIds) -> Iterator[tuple[slice, Tensor, Tensor | None, Tensor]]:
-    """(rows, the teacher's log-probabilities, their ids, the policy's logits) of each piece, the logits in a buffer
-    that the next one overwrites. Ids are None where the log-probabilities are those of all."""
+    """Yield for each piece of the targets (their slice, the teacher's log-probabilities, token ids to which these
+    belong, the policy's logits). The ids are None if the teacher's log-probabilities are those of all ids. The next
+    piece overwrites the buffer of the logits."""
     ids = len(policy.weight)
     count = max(1, (PIECE_LOGITS if policy.hidden.device.type == "cpu" else ACCELERATOR_PIECE_LOGITS) // ids)
     ours = LogitChunks(policy.hidden, policy.weight, policy.divisor, count, cap=policy.cap)

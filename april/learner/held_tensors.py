@@ -31,7 +31,7 @@ class Copies:
 
 @cache
 def whole_on_each(ranks: int) -> Copies:
-    """The copies of a tensor that each of the ranks holds whole."""
+    """The `Copies` of a tensor of which each of `ranks` ranks has a whole copy."""
     return Copies([[rank] for rank in range(ranks)])
 
 
@@ -61,7 +61,7 @@ class Span:
     end: int
     rows: int
     columns: slice
-    """Columns of the values in each row of the piece."""
+    """Columns that the values take in each of the `rows` rows of the piece that the receiver gathers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +92,9 @@ class HeldTensor:
 
     @classmethod
     def sharded(cls, like: DTensor, shape: torch.Size, values: Callable[[int, int], Tensor]) -> Self | None:
-        """The `HeldTensor` of a tensor of `shape` that is sharded in the same way as `like`; `values` as in the class.
-        None if `like` is sharded over another dimension of its mesh than the last."""
+        """The `HeldTensor` of a tensor of `shape` that is sharded in the same way as `like`. `values`: function (first,
+        end) -> the values from index `first` to `end` (exclusive) of all those that this rank holds, flat. None if
+        `like` is sharded over another dimension of its mesh than the last."""
         *others, _ = like.placements
         dim = sharded_dim(like)
         if not all(placement.is_replicate() for placement in others):

@@ -163,7 +163,8 @@ def watch(ranks: dict[int, int]) -> int:
 
 
 def show_as_rank(program: list[str]) -> None:
-    """Make ps and /proc show the rank's own command line, a part of its launcher's (Linux only)."""
+    """Make ps and /proc show the command `python -u PROGRAM...` for this rank, a fork of the launcher, instead of the
+    launcher's command line. `program`: the rank's program with its arguments. Linux only; does nothing elsewhere."""
     if sys.platform != "linux":
         return
     shown = Path("/proc/self/cmdline").read_bytes().split(b"\0")

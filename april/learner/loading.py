@@ -223,7 +223,8 @@ class WeightFiles:
 
 @dataclass
 class TensorSource:
-    """Tensors in files from which one tensor of the model is made, or several of them if there is a converter."""
+    """The tensors in files from which one tensor of the model is made or, by a converter, several tensors of the
+    model."""
 
     converter: WeightConverter | None = None
     """transformers' conversion from `keys` to the model's tensors; None for a single tensor that is read as it is."""
@@ -271,8 +272,9 @@ def check_files(lm: nn.Module, folder: Path) -> None:
 
 
 def tensor_sources(lm: nn.Module, files: WeightFiles) -> dict[str, TensorSource]:
-    """Sources by name in the model, as transformers' `from_pretrained` finds them; a converter with several results is
-    listed under the first."""
+    """For each tensor of `lm` that the files have, by its name in `lm`: the tensors in the files that it is made from,
+    as transformers' `from_pretrained` finds them. If one converter makes several tensors of `lm`, they are listed under
+    the name of the first."""
     transforms = get_model_conversion_mapping(lm)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -331,9 +333,9 @@ class FileTensor:
     """Counterpart in the model of a tensor of Hugging Face files: consecutive values of one of the model's tensors."""
 
     source: str
-    """Name of the model's tensor."""
+    """Name of the model's tensor that has the values."""
     first: int
-    """Index of the first value in the model's flattened tensor."""
+    """Index of this tensor's first value in the flattened tensor `source` of the model."""
     shape: torch.Size
 
 
@@ -397,7 +399,7 @@ def local_rows(tensor: Tensor) -> slice:
 
 
 def read_rows(tensor: Any, rows: slice) -> Tensor:
-    """Read rows of a lazy slice; a scalar is read whole."""
+    """The `rows` of a tensor in a file (a lazy slice of safetensors); a scalar is read whole."""
     shape = tensor.get_shape()
     if not shape:
         return tensor[...]
@@ -425,7 +427,8 @@ def assign(lm: nn.Module, name: str, target: Tensor, value: Tensor) -> None:
 
 
 def check_tied(files: WeightFiles, source: TensorSource, name: str, original: Tensor, lm: nn.Module) -> None:
-    """Check that a tied tensor stored in the files equals the tensor it is tied to. Raises ModelError."""
+    """Check that a tied tensor which the files have too equals `original`, the tensor of `lm` that it is tied to.
+    `name`: name of the tied tensor in `lm`; `source`: its place in the files. Raises ModelError."""
     (value,) = read_tensors(files, source, name, original, lm).values()
     kept = original.to_local() if isinstance(original, DTensor) else original
     if not torch.equal(value.to(kept), kept):

@@ -163,14 +163,15 @@ def is_checkpoint_due(config: Config, step: int) -> bool:
 
 def retain_best(trainer: Trainer, source: BatchSource | None) -> None:
     """Protect from pruning the best checkpoint so far by `evaluation.best`, and checkpoints whose evaluation is still
-    running."""
+    running. `source` tells which these are; None, as on all ranks but rank 0: does nothing."""
     if source and trainer.config.evaluation.best:
         best, undecided = source.best()
         trainer.checkpoints.also_kept_steps = {best, *undecided}
 
 
 def best_step(source: BatchSource | None) -> int:
-    """Policy step of the best weights, -1 if unknown; meaningful on rank 0 only."""
+    """Policy step of the best weights by `evaluation.best`, -1 if unknown. `source`: None except on rank 0; the result
+    is then -1, so only rank 0's counts."""
     best, _ = source.best() if source else (NONE, [])
     return best
 
@@ -206,8 +207,8 @@ def nonfinite_path(config: Config, step: int) -> Path:
 
 
 def report_durable(trainer: Trainer, source: BatchSource | None, wait: bool = False) -> None:
-    """Report to the source a checkpoint that has reached the disk since the last call. `wait`: first wait for a
-    checkpoint that is being written."""
+    """Report to `source` the checkpoint, if any, that has reached the disk since the last call. `wait`: first wait for
+    a checkpoint that is being written. `source`: None except on rank 0; the others only wait."""
     step = trainer.saved(wait)
     if source and step is not None:
         source.durable(step, trainer.oldest_checkpoint)
@@ -215,7 +216,8 @@ def report_durable(trainer: Trainer, source: BatchSource | None, wait: bool = Fa
 
 
 def finish_checkpoint(trainer: Trainer, source: BatchSource | None, main_group: dist.ProcessGroup) -> None:
-    """Wait until the checkpoint being written is on disk and reported to the source. Collective."""
+    """Wait until the checkpoint that is being written, if any, is on disk, and report it to `source`. Collective: all
+    ranks meet in `main_group` at the end; `source` is None except on rank 0."""
     MAIN.at("waiting for a checkpoint", takes_long=True)
     report_durable(trainer, source, wait=True)
     MAIN.at("waiting for the other ranks")

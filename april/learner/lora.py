@@ -61,7 +61,7 @@ class AdaptedLinear(BaseLinear):
         return merge(self.plain_rows(rows), down, local_part(self.lora_B)[rows], self.scaling)
 
     def whole_down(self) -> Tensor:
-        """A, whole on each rank. Collective if sharded."""
+        """The adapter's matrix A, [rank, in], whole on each rank. Collective if sharded."""
         down = self.lora_A.detach()
         return down.redistribute(placements=[Replicate()]).to_local() if isinstance(down, DTensor) else down
 
@@ -168,7 +168,8 @@ def adapters_disabled(model: nn.Module):
 
 
 def describe(lm: nn.Module, section: LoraSection) -> dict[str, Any]:
-    """Keys of the section `[lora]` that describe the adapter of `lm`; the key `rank` is 0 if `lm` has no adapter."""
+    """{key: value} of the section `[lora]`, which describe the adapter of `lm`, with the layers that it adapts as
+    `targets`; {"rank": 0} if `lm` has no adapter."""
     if not section.is_set:
         return {"rank": 0}
     return section.model_dump() | {"targets": sorted({name.rpartition(".")[2] for name in adapted_layers(lm)})}

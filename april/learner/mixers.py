@@ -127,7 +127,9 @@ def joined(values: tuple, lengths: list[int]) -> Any:
 
 
 def split_mixers(body: nn.Module) -> None:
-    """Have each mixer of a model's body called once a sequence, in place. The body is to be passed `packing`."""
+    """Change a model's body in place, so that it calls each mixer (a module that carries a state from token to token)
+    once for each sequence of a packed row. The caller passes the body the keyword argument `packing`, which says where
+    the sequences lie."""
     if found := [mixer for layer in getattr(body, "layers", ()) for mixer in mixers_in(layer)]:
         body.packed_row = Row()
         body.register_forward_pre_hook(body.packed_row.take, with_kwargs=True)

@@ -98,8 +98,8 @@ def load(folder: Path, temperature: float, recompute: bool = False) -> Policy:
 
 
 def load_sharded(policy: Model, folder: Path, device: torch.device, bf16: bool = False, trained: bool = True) -> Model:
-    """Shard a model whose parameters have no memory yet (see `shard`), and load each rank's rows from the folder.
-    Collective."""
+    """Shard a model whose parameters have no memory yet, and load each rank's rows from the folder. `bf16`, `trained`:
+    as for `shard`. Collective."""
     shard(policy, device, bf16, trained)
     load_weights(policy.lm, folder)
     policy.to(device)
@@ -110,7 +110,8 @@ def empty_policy(folder: Path, temperature: float, recompute: bool = False) -> P
     """The policy of a Hugging Face folder with parameters on the meta device. Raises ModelError for a head or layers
     that the learner does not support.
 
-    With `recompute`, the backward pass recomputes a layer's activations instead of keeping them.
+    `temperature`: sampling temperature under which the policy scores tokens. With `recompute`, the backward pass
+    recomputes a layer's activations instead of keeping them.
     """
     lm = empty_model(folder, attention.register(), recompute=recompute)
     if not hasattr(body := text_model(lm), "layers"):

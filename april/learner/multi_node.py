@@ -90,7 +90,7 @@ class BrokerTalk(threading.Thread):
         """Number of the latest start of the learner, as the broker counts starts, that this machine has joined; 0
         before the first."""
         self.told = wire.Rendezvous()
-        """The broker's last answer."""
+        """The broker's last answer: the address of machine 0's store, and the number of the learner's newest start."""
         self.error: Exception | None = None
         """Error that ended the communication with the broker; None while it goes on."""
 

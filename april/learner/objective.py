@@ -57,8 +57,8 @@ class Prepared:
     minibatches: list[int]
     """Number of the minibatch (optimizer step of an epoch) of each of the N rows, from 0."""
     batch_advantages: np.ndarray
-    """float64, one per row of the batch. With a critic: the mean advantage of the row's tokens, filled in after the
-    critic's pass."""
+    """Advantage of each row of the batch, with a gradient or not, float64; the mean if a row's tokens have different
+    ones. With a critic it is filled in after the critic's pass."""
     spread_groups: list[list[list[int]]]
     """Nested lists: for each group whose rewards differ, for each of its samples, the indices, among the N rows, of the
     sample's rows (one row per fork)."""
@@ -98,11 +98,12 @@ class ResponseTokens:
     distillation."""
     teacher_top: Tensor | None = None
     """Pairs (id, log-probability) of the k ids that the teacher finds most likely in the place of each token, float32
-    [K, k, 2]; NaN where there are fewer. None unless a divergence is over them."""
+    [K, k, 2]; NaN where there are fewer. None if the loss has no divergence over such ids."""
     scores: Mapping[str, Tensor] = field(default_factory=dict)
-    """Columns [K] by name: those that the scoring passes have computed, float32, and with a critic those of turns."""
+    """Columns [K] by name: those of the scoring passes, float32; with a critic and `algorithm.turn_reward` also the
+    `turn_rewards` (a turn's at its last token, else 0) and the `turns` (number of each token's turn), float64."""
     sources: Tensor | None = None
-    """Number of the source of each token's sample, int64 [K]; None: all of source 0."""
+    """Index in `data.sources` of the source of each token's sample, int64 [K]; None: all of source 0."""
 
     @classmethod
     def concatenated(cls, parts: Sequence["ResponseTokens"], device: torch.device) -> "ResponseTokens":
@@ -204,7 +205,8 @@ class Objective:
         """Function (metrics of an optimizer step) -> factor on its learning rate."""
         self.teachers, distillation = set(config.teacher), self.section.distillation
         self.distillation = find_checked(DISTILLATIONS, distillation, self.section) if distillation else None
-        """Function (teacher's log-probabilities, old ones, spans, section) -> advantages [K]; None: no distillation."""
+        """Function (log-probabilities [K] under the teacher, under the proximal policy, token spans of the sequences,
+        [algorithm]) -> advantages [K]; None: no distillation."""
         divergence = self.section.divergence
         self.divergence = find_checked(DIVERGENCES, divergence, self.section) if divergence else None
         """Function (teacher's log-probabilities [n, V], the policy's [n, V]) -> divergences [n]; None: no such loss."""
@@ -392,8 +394,8 @@ class Objective:
     ) -> Tensor:
         """Contribution of a micro-batch to the loss of the global batch, a scalar; adds its metrics to `totals`.
 
-        logprobs, entropies, and with a teacher held `divergences`: float32 [K] with gradients. `tokens` have the scores
-        of `passes`; `context` is required if `fixes_loss_inputs`.
+        `logprobs`, `entropies` and, if the loss has a divergence from a teacher, `divergences`: float32 [K] with
+        gradients. `tokens.scores` has the columns of all `passes`. `context` may be None unless `fixes_loss_inputs`.
         """
         context = context or self.batch_contexts([(tokens, logprobs.detach())], logprobs.device)[0]
         correction, proximal = context.correction_weights, context.proximal_logprobs

@@ -53,9 +53,10 @@ def plan(
 def assign_to_bins(
     lengths: list[int], costs: Sequence[float], order: list[int], count: int, budget_tokens: int
 ) -> list[list[int]] | None:
-    """Assign samples to `count` bins of at most `budget_tokens`. `order`: indices of the samples in the order of their
-    assignment. Returns the samples' indices by bin, costliest bin first and among similar costs the one with the
-    longest samples first; None if the samples do not fit."""
+    """Assign samples to `count` bins of at most `budget_tokens`, each to the bin of least total cost that has room; a
+    longer sample gets a bin of its own. `lengths` (tokens) and `costs`: one number for each sample. `order`: indices of
+    the samples in the order of their assignment. Returns the samples' indices by bin, costliest bin first and among
+    similar costs the one with the longest samples first; None if the samples do not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     cost = np.zeros(count)
     tokens, squares = np.zeros((2, count), np.int64)
@@ -103,12 +104,14 @@ class PackedSupport:
     """Index of each target token within its own support, int64 [K]."""
 
     def select(self, logits: Tensor, rows: slice) -> Tensor:
-        """Logits of the supports of targets `rows`: [n, V] -> [n, W], W the largest support; padded with NEVER."""
+        """The logits of each target's support, for the targets `rows`. `logits`: [n, V] for n targets and V token ids;
+        returns [n, W], W the size of the largest support, padded with NEVER."""
         ids, inside = self.columns(rows)
         return logits.gather(1, ids).masked_fill_(~inside, NEVER)
 
     def spread(self, gradient: Tensor, rows: slice, vocabulary: int) -> Tensor:
-        """Inverse of `select` for gradients: [n, W], with 0 in the padding, -> [n, V], V = `vocabulary`."""
+        """Gradient by the logits of all V = `vocabulary` token ids, [n, V], from the gradient by those that `select`
+        returned for the targets `rows`: [n, W], W the size of the largest support, with 0 in the padding."""
         ids, _ = self.columns(rows)
         return gradient.new_zeros(len(gradient), vocabulary).scatter_add_(1, ids, gradient)
 

@@ -1,10 +1,10 @@
 """Work in threads while a batch trains: the next batch is prefetched, and the last weights are sent.
 
-prefetcher.request(step)
-sender.start(step, weights, canary)
+prefetcher.request(step)                        # returns at once
+sender.start(step, weights, canary)             # returns at once
 ...                                             # train the previous batch
-(batch, ready), wait_s = prefetcher.take()
-metrics = sender.finish()
+(batch, ready), wait_s = prefetcher.take()      # waits for the batch; None instead when the run is over
+metrics = sender.finish()                       # waits until the weights are sent
 """
 
 import time
@@ -75,10 +75,13 @@ class Publisher(Protocol):
     """Interface through which the learner sends policy versions to the workers."""
 
     def publish(self, version: Version, weights: Weights, canary: Canary | None) -> dict[str, float]:
-        """Send the weights and their canary to the workers; returns metrics of the publication."""
+        """Send the weights to the workers; returns metrics of the publication. `canary`: a fixed text with the
+        learner's log-probabilities under these weights, by which workers check what they received; None: they do not
+        check it."""
 
     def announce(self, version: Version, canary: Canary | None) -> None:
-        """Tell the workers to pause for a version that another process loads into their engines."""
+        """Tell the workers to pause for a version that another process loads into their engines. `canary`: a fixed text
+        with the log-probabilities that the engines must then give; None: the loaded weights are not checked."""
 
     def externally_loaded(self) -> dict[str, float]:
         """Confirm that the announced weights are loaded; returns metrics of the publication."""
@@ -99,7 +102,7 @@ class BatchPrefetcher(Generic[Ready]):
         raises ends the learner."""
         self.source, self.group, self.prepare, self.check = source, group, prepare, check
         self._fetching = False
-        """Whether a `fetch` of the source is in progress."""
+        """Whether a call of `source.fetch` has not returned yet."""
         self._next: Future[tuple[TrainingBatch, Ready] | None]
         """Future of the last `request`: (batch, prepared batch), or None once the run is over."""
 
@@ -143,7 +146,9 @@ class WeightSender:
         return step >= self.frontier
 
     def start(self, step: int, weights: Weights, canary: Canary | None) -> None:
-        """Start sending the weights of policy step `step`; `finish` must have been called for the weights before."""
+        """Start sending the weights of policy step `step`; `finish` must have been called for the weights before.
+        `canary`: a fixed text with the learner's log-probabilities, for the workers' check; None: no check. Does
+        nothing except on rank 0."""
         if self.publisher:
             self._sending = in_background(self._send, self.publisher, Version(self.incarnation, step), weights, canary)
 

@@ -64,9 +64,9 @@ class DividedSending:
 
     @classmethod
     def start(cls, trainer: Trainer, publisher: WeightPublisher | None) -> "DividedSending | None":
-        """Set up sending in parts. Returns None if rank 0 gathers and sends all weights: with `weights.senders` =
-        "rank_0", one rank, a model whose files have its weights in another form, or workers that not every rank
-        reaches; with "auto" also where inference servers receive. Collective."""
+        """Set up sending in parts; `publisher` is None except on rank 0. Returns None if rank 0 gathers and sends all
+        weights: with `weights.senders` = "rank_0", one rank, a model whose files have its weights in another form, or
+        workers that not every rank reaches; with "auto" also where inference servers receive. Collective."""
         config = trainer.config
         transport, senders = TRANSPORTS.find(config.weights.transport), config.weights.senders
         if senders == "rank_0" or dist.get_world_size() == 1:
@@ -159,7 +159,7 @@ class DividedSending:
         return self.ends.collect(part) if self._is_alone and isinstance(self.ends, PartCommands) else part
 
     def close(self) -> None:
-        """End the threads, once the workers have the last version."""
+        """Wait until the workers have the last version, then end the threads."""
         if self.publisher:
             self.publisher.drain()
         self.ends.close()

@@ -43,7 +43,8 @@ def run_rank(program: str, read: Callable[[], tuple[*Given]], train: Callable[[*
 
 
 def status_of_training(program: str, train: Callable[[*Given], None], *given: *Given) -> int:
-    """Train; returns the exit status: 0, REFUSED for errors that a restart cannot fix, otherwise 1."""
+    """Call `train(*given)`; returns the exit status: 0, REFUSED for errors that a restart cannot fix, otherwise 1.
+    `program`: name of the program, for the error's text."""
     from april.learner.attention import PackedAttentionError
     from april.learner.loading import ModelError
     from april.learner.loop import Diverged

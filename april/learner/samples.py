@@ -39,7 +39,8 @@ Scores = Mapping[int, np.ndarray]
 
 
 OPTIONAL = ("token_scores", "source", "feedback")
-"""Columns that only files with a value of them have, in the order of the parameters of `schema`."""
+"""Columns that a step's file lacks if no sample of the step has a value for them; in the order of the parameters of
+`schema`."""
 
 
 def schema(token_scores: bool = False, sources: bool = False, feedback: bool = False):
@@ -120,21 +121,22 @@ class SampleWriter:
         """Start writing the samples of a consumed batch that the section `[samples]` chooses.
 
         `advantages`: [B], one per row of the batch. `scores`: of the rows with a gradient; None for a trainer that does
-        not report them, where a row has a gradient if its advantage is not 0.
+        not report them, where a row has a gradient if its advantage is not 0. `nonfinite`: the batch was skipped, as
+        its loss or gradient was not finite; its samples are written as discarded.
         """
         self.finish()
         if self.works:
             self._writing = in_background(self._write, batch, advantages, scores, nonfinite)
 
     def keep_untrained(self, step: int, groups: list[ReceivedGroup]) -> None:
-        """Start writing groups that were discarded or held out: those that came with batch `step`, if no trained
-        samples of that batch are written, or those that came after the last batch."""
+        """Start writing `groups` that were discarded or held out, without trained samples beside them: because the
+        samples of batch `step`, with which the groups came, are not kept, or because they came after the last batch."""
         self.finish()
         if self.works and groups:
             self._writing = in_background(self._put, step, [], groups)
 
     def finish(self) -> None:
-        """Wait until the file is written, or has failed."""
+        """Wait until what `keep` or `keep_untrained` has started to write is on disk, or has failed."""
         if self._writing is None:
             return
         try:
@@ -311,8 +313,8 @@ def turns(sample: TrainSample) -> list[dict[str, Any]]:
 
 
 def times(sample: TrainSample) -> dict[str, Any]:
-    """Columns of a sample with times in Unix seconds; null if unknown. `generated_at` is the end of the last generation
-    span."""
+    """Values of a sample's columns with times (Unix seconds; None if unknown): `opened_at`, `generated_at` (end of the
+    last generation span), `scored_at`, `delivered_at`, and the lists `chunks` and `spans`."""
 
     def last(*kinds: str) -> float | None:
         return max((span.ended for span in sample.spans if span.activity in kinds), default=None)

@@ -39,15 +39,15 @@ MOST_BYTES = 4 * 2**20
 """Largest size in bytes of a file of a model's folder that is copied into a snapshot; files of a tokeniser may be
 larger."""
 TOKENIZERS = re.compile(r"(tokenizer|vocab|merges|added_tokens|spiece|sentencepiece|tekken).*|.*\.(model|tiktoken)")
-"""Regular expression for names of a tokeniser's files."""
+"""Regular expression for names of a tokeniser's files in a model's folder."""
 
 
 class SnapshotWriting:
     """The ranks of a learner that write snapshots of weights."""
 
     def __init__(self, config: Config, tell: Callable[[WeightFolder], None] | None):
-        """`tell` tells the broker of a snapshot; None except on rank 0. Raises ConfigError if `weights.folder` cannot
-        be used. Collective."""
+        """`tell`: function that tells the broker of a written snapshot; None on all ranks but 0. Raises ConfigError if
+        `weights.folder` cannot be used. Collective."""
         self.config, self.tell = config, tell
         self.folders = SnapshotFolders.of(config)
         self.group = long_wait_group()  # a rank may write for as long as its store lets bytes through
@@ -58,8 +58,8 @@ class SnapshotWriting:
         """Policy step of the snapshot written last; None before the first."""
         self._written = 0
         self._base: Snapshot | None = None
-        """This rank's part of the snapshot written last, if the next one is a delta to it. A learner that is started
-        again has none, so it begins with a whole snapshot."""
+        """This rank's part of the snapshot written last, if the next one is a delta to it; None if the next one is
+        written whole, as by a learner that has just started."""
         self._chains: list[list[WeightFolder]] = []
         """The last snapshots announced to the broker, at most `KEPT`, each preceded by those that it is a delta to;
         only on rank 0."""
@@ -74,7 +74,7 @@ class SnapshotWriting:
     @classmethod
     def start(cls, config: Config, tell: Callable[[WeightFolder], None] | None) -> "SnapshotWriting | None":
         """Make the writer of snapshots; None if the transport (`weights.transport`) is not one by which workers read
-        snapshots. Collective."""
+        snapshots. `tell`: as in the constructor. Collective."""
         return cls(config, tell) if TRANSPORTS.find(config.weights.transport).pulls else None
 
     def _problem(self) -> str:
@@ -91,7 +91,8 @@ class SnapshotWriting:
         return self._last_step is None or step % self.config.weights.every == 0
 
     def gather(self, trainer: Trainer, version: Version) -> Snapshot:
-        """This rank's part of the current weights: on rank 0 all of them where they cannot be divided. Collective."""
+        """This rank's part of the current weights, as those of `version`. If the weights cannot be divided among ranks,
+        rank 0's part is all of them. Collective."""
         self._last_step = version.step
         tensors = trainer.backend.divisible_weights()
         if tensors is None:
@@ -99,7 +100,8 @@ class SnapshotWriting:
         return gather_part(version, tensors, trainer.generation_dtype)
 
     def start_writing(self, part: Snapshot, canary: Canary | None) -> None:
-        """Write a snapshot in a thread; the previous one must be finished."""
+        """Write a snapshot in a thread; the previous one must be finished. `part`: this rank's; `canary`: put into the
+        snapshot, None for none."""
         self._writing = in_background(self._write, replace(part, canary=canary))
 
     def finish(self) -> dict[str, float]:

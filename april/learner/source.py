@@ -60,9 +60,9 @@ class BrokerSource:
         with_conversations: Callable[[TrainingBatch], TrainingBatch] | None = None,
     ):
         """`address`: of the broker. `weights_address`: where workers ask the learner for weights. `patience_s`: longest
-        wait for the broker. `keeps_samples` (step -> bool): whether samples of that step are stored for reading; None:
-        none are. `with_conversations` adds to a batch the conversations trained beside its samples; None: there are
-        none."""
+        wait for the broker. `keys`: the learner's CURVE keys, None without encryption. `keeps_samples` (step -> bool):
+        whether samples of that step are stored for reading; None: none are. `with_conversations` adds to a batch the
+        conversations trained beside its samples; None: there are none."""
         self.weights_address, self.keeps_samples = weights_address, keeps_samples
         self.with_conversations = with_conversations
         self.leftover: list[ReceivedGroup] = []
@@ -253,9 +253,9 @@ def decode_groups(
     score_names: Sequence[str] = (),
     images: Mapping[str, bytes] | None = None,
 ) -> list[ReceivedGroup]:
-    """Groups of a message, from their heads and the flat list of arrays: one prompt per group, then per sample response
-    and log-probabilities, two support arrays if the distribution was cut, and one array for each name of a token
-    score."""
+    """Groups of a message, from their heads and the flat list of arrays. Each group has a prompt and then for each
+    sample: response, log-probabilities, two arrays with the tokens' supports if the sampled distribution was truncated,
+    and one array for each of `score_names` (token scores). `images`: the files of the groups' images by name."""
     groups, rest = [], iter(arrays)
     # No head says whether the distribution was cut; with its supports a sample has four arrays beside its scores.
     with_support = len(arrays) == sum(1 + (4 + len(score_names)) * len(group.samples) for group in heads)

@@ -96,7 +96,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
         return cls(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tuple(held.size), dtype, is_whole)
 
     def item(self) -> WriteItem:
-        """The shard as torch's `WriteItem`. Raises ValueError if there is no such dtype."""
+        """The shard as torch's `WriteItem`. Raises ValueError if torch has no dtype with the name `dtype`."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a rank has a tensor of {self.dtype!r}, which is no dtype")
@@ -164,7 +164,7 @@ def write_shards(target: Path, state: dict[str, Tensor], disks: Disks) -> None:
 
 
 def write_files(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePlanner) -> list[WriteResult]:
-    """Write the files of a rank's plan. Raises OSError; torch says RuntimeError of a write that the system refuses."""
+    """Write the files of a rank's plan. Raises OSError if a write fails, for which torch raises RuntimeError."""
     try:
         return writer.write_data(plan, planner).wait()
     except RuntimeError as error:
@@ -172,7 +172,7 @@ def write_files(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePl
 
 
 def copy_to_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of sharded tensors, in this machine's memory."""
+    """A copy of sharded tensors, by name, in the memory of this machine."""
     stager = DefaultStager(StagingOptions(False, False, False, False))
     copied = stager.stage(state)
     stager.close()
@@ -186,11 +186,12 @@ class CheckpointStore:
     """Writes one checkpoint at a time while training goes on: trained weights, AdamW moments and progress.
 
     Starting a checkpoint copies the state; each rank writes its copy in a thread, with collectives in a process group
-    of their own. `step` is also the position in the stream of batches: the next batch that the learner asks for.
+    of their own. The `step` of a checkpoint is also the number of the batch that the learner asks for next.
     """
 
     def __init__(self, directory: Path, keep: int, timeout_s: float, stored: StoredCheckpoints | None = None):
-        """`keep`: number of newest checkpoints that are kept. `timeout_s`: timeout of collectives, seconds.
+        """`keep`: number of newest checkpoints that are kept. `timeout_s`: timeout of collectives, seconds. `stored`:
+        object store that gets copies of the checkpoints; None: if there are several disks, each file is on two of them.
         Collective."""
         timeout_s += stored.objects.patience_s if stored else 0
         self.directory, self.keep = directory, keep
@@ -231,8 +232,9 @@ class CheckpointStore:
         self._writing = step, in_background(self._write, state, partial, progress)
 
     def _write(self, state: dict[str, Tensor], partial: Path, progress: dict[str, Any]) -> None:
-        """Write a checkpoint, in a thread of each rank: shards, checksums, copies, rename, then pruning of older ones.
-        Nothing is removed before every disk has its files."""
+        """Write a checkpoint, in a thread of each rank: shards of `state`, checksums, copies, rename of the folder
+        `partial`, then pruning of older ones. Nothing is removed before every disk has the files of this checkpoint.
+        `progress`: content of its progress file."""
         write_shards(partial, state, self.disks)
         rank = self.disks.rank
         own = [path.name for path in retried(lambda: list(partial.glob(f"__{rank}_*")))]
@@ -265,8 +267,8 @@ class CheckpointStore:
         self.copies.prune(self.keep, besides)
 
     def completed(self, wait: bool = False) -> int | None:
-        """Step of the checkpoint started last, returned exactly once after it reached the disk; otherwise None.
-        Re-raises an error of the writing thread."""
+        """Step of the checkpoint started last, returned exactly once after it reached the disk; otherwise None. `wait`:
+        wait until it has. Re-raises an error of the writing thread."""
         if self._writing is None or not (wait or self._writing[1].done()):
             return None
         (step, written), self._writing = self._writing, None
@@ -314,8 +316,8 @@ class CheckpointStore:
         return found
 
     def _take_inventory(self, step: int) -> tuple[RankInventory | None, list[RankInventory | None]]:
-        """Inventories of a checkpoint: this rank's (its share of the files on its disk and files fetched from copies),
-        and those of all ranks. Collective."""
+        """Inventories of the checkpoint `step`: this rank's (its share of the files on its disk and files fetched from
+        copies), and those of all ranks, by rank; None for a rank that has nothing of the checkpoint. Collective."""
         source = folder(self.directory, step)
         own = retried(self._own_inventory, source)
         own = self.copies.fetch_missing(step, source, own, self.disks.all_gather(own, RankInventory | None))

@@ -36,8 +36,8 @@ class Teacher:
 
     @classmethod
     def of(cls, config: Config, backend: Backend) -> Self | None:
-        """The configured teacher, None if the learner has none. Collective. Raises ModelError for one with fewer ids
-        than the policy."""
+        """The configured teacher, None if the learner has none. Collective. Raises ModelError for a teacher whose
+        output head has fewer token ids than the policy's."""
         section = held_teacher(config)
         if not named(config, "divergence") or not (section or config.algorithm.hint):
             return None
@@ -59,9 +59,10 @@ class Teacher:
     def shown(
         self, micros: Iterable[tuple[MicroBatch, Divergence | None]], seconds: Seconds = untimed
     ) -> Iterator[MicroBatch]:
-        """Yield each micro-batch with its divergence from the teacher, whose pass runs just before. `micros`:
-        (micro-batch, divergence to compute; None: none). The weights stay the same meanwhile, so the teacher's head is
-        copied once. Collective."""
+        """Yield each micro-batch after the teacher's forward pass on it, with a `divergence`: a function of the
+        policy's `HeadInputs`. `micros`: (micro-batch, divergence to compute; None: it is yielded as it is). The
+        teacher's head is copied once for all, so its weights must not change meanwhile. `seconds`: times the passes.
+        Collective."""
         head = None
         for micro, divergence in micros:
             if divergence is None:
@@ -76,5 +77,6 @@ class Teacher:
 
 
 def where_hinted(has_hint: Tensor | None, divergence: Callable[[HeadInputs], Tensor], policy: HeadInputs) -> Tensor:
-    """The divergence at targets with a hint, and 0 at all others, where the policy would learn its own rounding."""
+    """`divergence` of the `policy`'s head inputs, with 0 at the targets without a hint (`has_hint`; None: none has
+    one): there teacher and policy are the same, and only rounding would be learnt."""
     return divergence(policy) * (0.0 if has_hint is None else has_hint)

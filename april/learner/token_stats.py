@@ -46,7 +46,8 @@ class TokenStats:
 # --- gap between learner and engine -----------------------------------------------------------------------------------
 
 MOST_WORKERS = 128
-"""Most workers reported per step, those with the largest mean gap; bounds the number of metrics."""
+"""Maximum number of workers whose gap between the learner's and the engine's log-probabilities is reported in a step:
+those with the largest mean gap. It bounds the number of metrics."""
 
 
 class EngineGaps:
@@ -59,12 +60,14 @@ class EngineGaps:
         self.workers = sorted({worker for sampled_by in self._sampling_workers for _, worker in sampled_by})
         cells = len(self.workers) * AGES
         self.sums = torch.zeros(2, cells, dtype=torch.float64, device=device)
-        """float64 [2, workers * AGES], a column per worker and token age: number of tokens, and sum of their gaps."""
+        """float64 [2, workers * AGES], a column per worker and token age: number of tokens, and sum of their gaps
+        |log pi - log mu| (nats)."""
         self.largest = torch.zeros(cells, dtype=torch.float64, device=device)
 
     def add(self, indices: list[int], logprobs: Tensor, behaviour: Tensor, ages: Tensor) -> None:
-        """Add the gaps of a micro-batch that concatenates the samples `indices`. `logprobs`: log pi of the learner,
-        `behaviour`: log mu of the engine, `ages` in policy steps; [K] each."""
+        """Add the gaps |log pi - log mu| of a micro-batch that concatenates the samples `indices`. [K] each:
+        `logprobs`, log pi of the learner; `behaviour`, log mu of the engine; `ages`, policy steps since a token was
+        sampled."""
         if not self.workers:
             return
         indices_by_sample = [
@@ -77,8 +80,8 @@ class EngineGaps:
         self.largest.scatter_reduce_(0, cells, gaps, "amax")
 
     def reduced(self, ranks: Ranks) -> dict[str, float]:
-        """`tokens`, `mean` and `largest` gap (nats) and `age` of each worker with trained tokens, over all `ranks`.
-        Collective."""
+        """Metrics of each worker with trained tokens, over all `ranks`, at the youngest age (policy steps) of its
+        tokens: that `age`, number of `tokens`, `mean` and `largest` gap |log pi - log mu| (nats). Collective."""
         if not self.workers:
             return {}
         self.sums, self.largest = ranks.total_and_largest(self.sums, self.largest)
@@ -108,7 +111,8 @@ def sampling_workers(sample: TrainSample) -> list[tuple[int, str]]:
 
 
 def worker_indices(sampled_by: list[tuple[int, str]], workers: list[str], tokens: np.ndarray) -> np.ndarray:
-    """int64 [K]: index in `workers` of the worker that sampled each response position of `tokens`; -1 if unknown."""
+    """int64 [K]: index in `workers` of the worker that sampled each of the response positions `tokens`; -1 if unknown.
+    `sampled_by`: result of `sampling_workers`."""
     starts = [start for start, _ in sampled_by]
     indices = np.array([-1, *(workers.index(worker) for _, worker in sampled_by)], np.int64)
     return indices[np.searchsorted(starts, tokens, side="right")]

@@ -69,8 +69,8 @@ class StepResult:
 
 
 TokenObserver = Callable[[list[int], Tensor, Tensor, ResponseTokens], None]
-"""Callback (sample indices, log-probabilities [K], entropies [K], tokens) that records how the learner scored the K
-tokens of a micro-batch."""
+"""Callback (sample indices, log-probabilities [K], entropies [K], the tokens' `ResponseTokens`) that records how the
+learner scored the K tokens of a micro-batch."""
 Scorer = Callable[[Sequence[MicroBatch]], Iterator[tuple[Tensor, ...]]]
 """Function (micro-batches) -> for each, columns [K] such as a model's log-probabilities of its K tokens. Collective."""
 
@@ -99,7 +99,7 @@ class Trainer:
         self.conversations = ConversationLoss(config, self.ranks, device)
         self.peak_tflops = section.peak_tflops or performance.peak_tflops(device)
         self.scorers: dict[str, Scorer] = {"policy": partial(self.backend.scores, self.policy)}
-        """Models of the scoring passes, by `ScoringPass.model`."""
+        """`ScoringPass.model` ("policy", "reference" or "critic") -> function that scores micro-batches by it."""
         models = {scoring.model for scoring in self.algorithms.passes}
         self.reference = self.backend.reference() if "reference" in models else None
         if self.reference:
@@ -287,7 +287,7 @@ class Trainer:
 
     @property
     def trains_critic_alone(self) -> bool:
-        """Whether this batch trains the critic alone."""
+        """Whether the batch of the current step is one of the `critic.warmup_batches`, which train no policy."""
         return self.critic is not None and self.step_count < self.config.critic.warmup_batches
 
     def throughput(self, operations: float, seconds: float) -> dict[str, float]:
@@ -297,8 +297,8 @@ class Trainer:
         return {"tflop_per_s": tflop_per_s} | ({"mfu": tflop_per_s / self.peak_tflops} if self.peak_tflops else {})
 
     def build_micros(self, prepared: Prepared, members: list[int], costs: list[float]) -> list[TrainMicroBatch]:
-        """This rank's micro-batches of a minibatch with the prepared samples `members`; every rank has equally many,
-        with the same objectives."""
+        """This rank's micro-batches of the minibatch whose prepared samples have the indices `members`; every rank has
+        equally many, with the same objectives. `costs`: floating-point operations of each prepared sample."""
         micros = []
         images = self.backend.images if any(prepared.samples[i].images for i in members) else None
         budget = self.config.learner.microbatch_tokens * self.config.learner.context_parallel
@@ -315,8 +315,8 @@ class Trainer:
     def micro_loss(
         self, micro: TrainMicroBatch, columns: tuple[Tensor, ...], totals: StepTotals, observe: TokenObserver
     ) -> Tensor:
-        """Contribution of a micro-batch to the loss of the global batch, from the columns of the policy's pass; a dummy
-        micro-batch contributes 0 and only joins the collectives."""
+        """Contribution of a micro-batch to the loss of the global batch, from `columns` of the policy's pass (first
+        log-probabilities and entropies); 0 of a dummy one. `totals`: sums for the step's metrics, added to here."""
         logprobs, entropies, *divergences = columns
         if micro.tokens is None:
             return 0.0 * logprobs.sum()
@@ -407,7 +407,7 @@ class Trainer:
         self.part.steps += 1
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights in the workers' dtype, on the CPU of rank 0; {} on other ranks."""
+        """All weights by Hugging Face name, in the workers' dtype, on the CPU of rank 0; {} on other ranks."""
         return self.backend.weights(self.generation_dtype)
 
     def weights_to_publish(self) -> Mapping[str, Tensor] | AdapterWeights:
@@ -420,11 +420,11 @@ class Trainer:
         return None if self.device.type == "cpu" else torch.bfloat16
 
     def canary(self) -> Canary:
-        """The canary, a text that shows whether workers have the weights, scored under the current ones. Collective."""
+        """A fixed text with its log-probabilities under the current weights; workers check theirs by it. Collective."""
         return self.canaries.scored()
 
     def restore(self) -> int:
-        """Load the newest complete checkpoint, if there is one; returns the policy step of the weights now held."""
+        """Load the newest complete checkpoint and return its policy step; 0 without one (the starting weights)."""
         if found := self.checkpoints.newest():
             checkpoint.check_adapter(self.directory, found.step, self.backend.adapter)
             checkpoint.check_critic(self.directory, found.step, self.parts)
@@ -451,8 +451,8 @@ class Trainer:
         self.checkpoints.start(self.step_count, self.parts, self.backend.adapter)
 
     def saved(self, wait: bool = False) -> int | None:
-        """Step of the checkpoint started by `start_save` if its write has finished since the last call, else None.
-        Re-raises an error of the writing thread."""
+        """Step of the checkpoint that `start_save` began, if its write has ended since the last call; otherwise None.
+        `wait`: first wait for a write that is going on. Re-raises an error of the writing thread."""
         return self.checkpoints.completed(wait)
 
     def save(self) -> None:

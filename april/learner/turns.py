@@ -37,7 +37,8 @@ def turns_of(sample: TrainSample) -> list[Turn]:
 
 
 def turn_rewards(sample: TrainSample, name: str) -> np.ndarray:
-    """Reward of each of the T turns, float64 [T]: the token score `name` at its last token, 0 without that score."""
+    """Reward of each of the T turns of a response, float64 [T]: the token score `name` at the turn's last token; 0 for
+    every turn of a sample without that score."""
     turns = turns_of(sample)
     if name not in sample.token_scores or not sample.sampled_tokens:
         return np.zeros(len(turns))
@@ -46,8 +47,8 @@ def turn_rewards(sample: TrainSample, name: str) -> np.ndarray:
 
 
 def turn_returns(sample: TrainSample, name: str, discount: float) -> np.ndarray:
-    """Return of each of the T turns, float64 [T]: G_t = sum over s >= t of discount^(s - t) r_s, where the reward of
-    the response is part of the last turn's r."""
+    """Return of each of the T turns of a response, float64 [T]: G_t = sum over s >= t of discount^(s - t) r_s. r_s is
+    the reward of turn s, which the token score `name` holds; the last one includes the reward of the response."""
     returns = turn_rewards(sample, name)
     returns[-1] += sample.reward
     for t in reversed(range(len(returns) - 1)):
@@ -78,8 +79,9 @@ def turn_advantages(
 
 
 def turn_columns(samples: Sequence[TrainSample], name: str) -> dict[str, np.ndarray]:
-    """Columns float64 [K] for a critic: `turn_rewards`, the reward of a turn at its last token and 0 elsewhere, and
-    `turns`, the number of a token's turn in its response, from 0."""
+    """Columns float64 [K] for a critic, over the K sampled tokens of all samples: `turn_rewards`, the reward of a turn
+    at its last token and 0 elsewhere, and `turns`, the number of a token's turn in its response, from 0. `name`: token
+    score that has the rewards of turns."""
     rewards, numbers = [], []
     for sample in samples:
         turns = turns_of(sample)
@@ -97,13 +99,14 @@ def turns_in_range(discount: float) -> int:
 
 
 def mean_advantages(by_token: Sequence[np.ndarray]) -> np.ndarray:
-    """Mean advantage of each row's tokens, float64; 0 for a row without tokens."""
+    """Mean advantage of each row, float64 [rows], from the advantages of its tokens, `by_token` [K] each; 0 for a row
+    without tokens."""
     return np.array([each.mean() if len(each) else 0.0 for each in by_token])
 
 
 def turn_metrics(samples: Sequence[TrainSample], name: str) -> dict[str, float]:
-    """Metrics: mean reward of a turn, and share of the samples that have rewards of turns; empty without `name` or
-    samples."""
+    """Metrics: mean reward of a turn, and share of the samples that have rewards of turns. `name`: token score that has
+    these rewards, "" if none is configured. Empty without `name` or samples."""
     if not name or not samples:
         return {}
     rewards = np.concatenate([turn_rewards(sample, name) for sample in samples])

@@ -56,7 +56,7 @@ class PackedImages:
     """The images of a micro-batch of T input tokens: P patches of n images."""
 
     pixels: Tensor
-    """Rows of pixels of all images, end to end, float32 [P, D]."""
+    """One row of D pixel values for each of the P patches, image after image, float32 [P, D]."""
     grids: Tensor
     """(1, height, width) in patches of each image, int64 [n, 3]."""
     positions: Tensor
@@ -81,7 +81,8 @@ class ImagePacker:
         self.reader, self.token_id = reader, lm.config.image_token_id
         self._rope_index = lm.base_model.get_rope_index
         self.blank = blank_sample(self.token_id, reader.patch * reader.merge)
-        """A sample without targets, of one token of a blank image."""
+        """A sample without targets that has one token of a blank image. A rank without images computes it, since ranks
+        must call a sharded vision tower together."""
 
     @classmethod
     def of(cls, lm: nn.Module, folder: Path) -> "ImagePacker | None":
@@ -114,8 +115,9 @@ class ImagePacker:
         )
 
     def positions(self, places: np.ndarray, grids: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Positions of a sequence's tokens by the model's own rule, int64 [3, 1, T]; `places` as in
-        `places_of_images`."""
+        """Positions of a sequence's tokens in time, height and width by the model's own rule, int64 [3, 1, T].
+        `places`: whether each token stands for an image, bool [T]; `grids`: (1, height, width) of each image in
+        patches."""
         kinds = torch.from_numpy(places).long()[None]
         grid = torch.tensor(grids) if grids else None
         positions: Tensor = self._rope_index(kinds, mm_token_type_ids=kinds, image_grid_thw=grid)[0]

@@ -42,7 +42,8 @@ IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class WeightTensor:
-    """A tensor of the weights as workers and files have it: consecutive values of one of the model's."""
+    """A tensor as workers and Hugging Face files have it: consecutive values of one of the model's tensors, which may
+    be all of them."""
 
     name: str
     """Name in Hugging Face files."""
@@ -64,16 +65,18 @@ class WeightTensor:
 
 
 class DivisibleWeights:
-    """The weights of a model, and its buffers, as Hugging Face files have them."""
+    """Finds out how the tensors that Hugging Face files of a model have lie in the model's own parameters and buffers,
+    so that the weights can be divided over ranks tensor by tensor."""
 
     def __init__(self, lm: nn.Module):
         self.lm = lm
         self.in_files = cache(self.find_in_files)
 
     def tensors(self, held: Iterable[tuple[str, HeldTensor | None]]) -> list[WeightTensor] | None:
-        """The tensors of the weights, as files have them, that are made of `held`, the model's parameters as the ranks
-        hold them, and of the model's buffers. None if one of these has no `HeldTensor`, or if a tensor of files is not
-        a run of consecutive values of a tensor of the model."""
+        """The tensors that Hugging Face files of the model have, each with its place in a tensor of the model. `held`:
+        for each parameter of the model, (name, how the ranks hold it, or None); the model's buffers are added to them.
+        The result is None if a parameter or buffer has no `HeldTensor`, or if a tensor of the files is not a run of
+        consecutive values of one tensor of the model."""
         of_buffers = ((name, HeldTensor.of(buffer)) for name, buffer in persistent_buffers(self.lm))
         named = dict(chain(held, of_buffers))
         known = {name: tensor for name, tensor in named.items() if tensor}
@@ -83,19 +86,19 @@ class DivisibleWeights:
         return [WeightTensor(name, known[each.source], each.first, each.shape) for name, each in found.items()]
 
     def find_in_files(self, names: tuple[str, ...]) -> dict[str, FileTensor] | None:
-        """Which consecutive values of the model's tensors `names` each tensor of files has, by its name in files; None
-        if one has other values. The result is the same for all versions, and takes a second to find for thousands of
-        experts."""
+        """For each tensor that Hugging Face files of the model have, by its name there: the consecutive values that it
+        is of one of the model's tensors `names`; None if a tensor of the files is not such a run of values. The result
+        is the same for all versions, and takes a second to find for thousands of experts."""
         tensors = dict(chain(self.lm.named_parameters(), persistent_buffers(self.lm)))
         shapes = {name: torch.Size(shape_in_files(self.lm, name, tensors[name])) for name in names}
         return tensors_in_files(self.lm, shapes)
 
 
 def divide(heads: Sequence[TensorHead], ranks: int, holders: Sequence[Collection[int]] = ()) -> list[int]:
-    """The rank that gathers each tensor. Tensors are assigned in order of size, the largest first: to a rank that holds
-    all of the tensor, such as an expert, as long as the rank's bytes stay within 1 / `ranks` of all bytes, otherwise to
-    the rank with the fewest bytes so far. Tensors that an inference server concatenates go to one rank. `holders`: for
-    each tensor the ranks that hold all of it."""
+    """The rank that gathers each tensor. `heads`: name, dtype and shape of each tensor. Tensors are assigned in order
+    of size, the largest first: to a rank that holds all of the tensor, such as an expert, as long as the rank's bytes
+    stay within 1 / `ranks` of all bytes, otherwise to the rank with the fewest bytes so far. Tensors that an inference
+    server concatenates go to one rank. `holders`: for each tensor the ranks that hold all of it."""
     units: dict[str, list[int]] = {}
     for index, head in enumerate(heads):
         units.setdefault(fused_name(head.name), []).append(index)
@@ -118,10 +121,10 @@ class Piece:
     held: HeldTensor
     dtype: torch.dtype
     first: int
-    """Index of the first value in the whole flattened tensor."""
+    """Index of the piece's first value in the whole flattened tensor of the model (`held`)."""
     end: int
     offset: int
-    """Position of the first value in the buffer, bytes."""
+    """Position of the piece's first value in the buffer of the rank that gathers it, bytes."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +140,14 @@ class Share:
         return (self.span.end - self.span.first) * self.piece.dtype.itemsize
 
     def write(self, data: Tensor, values: Tensor) -> None:
-        """Write the values, uint8 [size], to their place in the buffer of the rank that gathers them."""
+        """Write the values, uint8 [size], to their place in `data`, the buffer of the rank that gathers them."""
         itemsize, columns = self.piece.dtype.itemsize, self.span.columns
         piece = data[self.piece.offset :][: (self.piece.end - self.piece.first) * itemsize].view(self.span.rows, -1)
         piece[:, columns.start * itemsize : columns.stop * itemsize] = values.view(self.span.rows, -1)
 
     def values(self) -> Tensor:
-        """The values, flat, on the rank that holds them."""
+        """The values as a flat tensor in the dtype in which the model holds them. To be called on the rank that holds
+        them."""
         return self.piece.held.values(self.span.first, self.span.end)
 
 
@@ -246,7 +250,8 @@ class Transfer:
         its buffer `data`. Collective."""
         self.data, rank = data, dist.get_rank()
         self.received: list[tuple[list[Share], Tensor]] = []
-        """Values that each other rank sends to this one."""
+        """On rank `owner`, for each other rank that holds values of the bucket: (the shares that it sends, the message,
+        uint8, in which they arrive). Empty on other ranks."""
         operations = []
         if rank != owner and (own := shares(bucket, rank, owner)):
             (message,) = memory.take([own])
@@ -264,7 +269,8 @@ class Transfer:
                 share.write(data, share.values().to(share.piece.dtype).contiguous().view(torch.uint8))
 
     def finish(self) -> None:
-        """Wait until this rank's values are sent, or those of all others are in its buffer."""
+        """Wait until this rank's values are sent or, on the rank that gathers, until those of all other ranks are in
+        its buffer."""
         for work in self.works:
             work.wait()
         for its, message in self.received:
@@ -273,7 +279,7 @@ class Transfer:
 
 
 def fill(message: Tensor, own: list[Share]) -> None:
-    """Write this rank's values of a bucket into their message."""
+    """Write this rank's values of a bucket, its shares `own`, one after the other into their message, uint8."""
     for share, place in zip(own, message.split([aligned(share.size) for share in own]), strict=True):
         place[: share.size].view(share.piece.dtype).copy_(share.values())
 

@@ -86,8 +86,8 @@ class RunAddress:
         return path.read_text()
 
     def _check_run(self, run: str, address: str) -> None:
-        """Check that it is the run's own broker that answers: another run's may have taken the port of a killed one.
-        Raises BrokerUnreachable."""
+        """Check that the broker that has answered at `address`, for the run `run`, is this run's own: another run's may
+        have taken the port of a killed one. Raises BrokerUnreachable."""
         own = self._config().get("run", {}).get("name", run)
         if run != own:
             raise BrokerUnreachable(

@@ -77,7 +77,7 @@ def measure(
     repeats: int = REPEATS,
 ) -> list[Timing]:
     """Measure a grid of loads: each number of running sequences (`shares` of the engine's slots) with each longest
-    response (tokens). Each load is timed `repeats` times, and the medians count."""
+    response (tokens). Each load is timed `repeats` times. Returns one timing per load, with the median durations."""
     counts = sorted({max(1, round(probe.slots * share)) for share in shares})
     probe.time(probe.slots, min(longest_responses[0], probe.longest_response))  # warm-up
     return [

@@ -66,7 +66,8 @@ class SimulatedEngine:
         prefix_cache: bool = True,
         prefill_tokens: float = INFINITY,
     ):
-        """`prefill_tokens`: maximum context tokens admitted before the next decode step; one sample may have more.
+        """`slots`: most samples that run at a time. `prefill_tokens`: maximum context tokens admitted before the next
+        decode step; one sample may have more.
         `slowdown`: factor on the times of the cost model. `keep_kv`: running samples keep their KV cache over a load of
         weights; else it is computed again. `prefix_cache`: returned samples leave their KV tokens in the cache."""
         self.name, self.cost, self.slots, self.slowdown = name, cost, slots, slowdown
@@ -80,7 +81,7 @@ class SimulatedEngine:
         weights, it is the end of that, and so later than the simulation's time."""
         self.steps = 0
         self.kv = 0
-        """KV tokens of the running samples."""
+        """Number of tokens that the running samples hold in the KV cache."""
         self.cached_prefixes: dict[tuple[int, int], int] = {}
         """Number of KV tokens that are still cached of samples that were returned unfinished, by (group, index), oldest
         first. They are kept until new weights are loaded or the cache is full."""
@@ -108,9 +109,11 @@ class SimulatedEngine:
         self._version_changes: tuple[list[int], list[Version]] = ([0], [Version(0, 0)])
         """Two parallel lists: first decode step, and the policy version from that step on."""
         self._staged: tuple[float, Version, float] | None = None
-        """(requested at, version, pause in seconds) of weights to be loaded at the end of the current step."""
+        """(virtual time of the request, version, pause) of weights to be loaded at the end of the current decode step;
+        times in seconds. None if no load is requested."""
         self._loading: tuple[float, Version] | None = None
-        """(finished at, version) of the weights that are being loaded."""
+        """(virtual time in seconds at which the load ends, version) of the weights that are being loaded; None if none
+        are."""
         self._recall_all_s: float | None = None
         self._recalls: dict[int, float] = {}
         """Time of the recall by lease id, for samples recalled one by one."""
@@ -295,7 +298,7 @@ class SimulatedEngine:
         return taken
 
     def _remove_sample(self, lease_id: int) -> SimulatedSample | None:
-        """Take a sample out of the running or waiting ones; None if it has ended."""
+        """Take the sample with this lease out of the running or waiting ones, and return it; None if it has ended."""
         sample = self.running.get(lease_id)
         if sample is None:
             sample = next((each for each in self.waiting if each.lease_id == lease_id), None)

@@ -228,7 +228,8 @@ class Measures:
 
     @property
     def leased_share(self) -> float:
-        """Share of `slot_s` with a lease, whether or not its sample waited: what a run's broker reports as busy."""
+        """Share of the schedule's slot-seconds (`slot_s`) in which a slot had a lease, whether or not the leased sample
+        was waiting. A run's broker reports this share as busy."""
         return self.measured.leased_slot_s / self.slot_s
 
     @property

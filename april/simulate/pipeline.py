@@ -410,7 +410,8 @@ class Pipeline:
                 self._offer_slots(index)
 
     def _recall(self, migration: Migration) -> None:
-        """Choose stragglers to move to engines with free slots, and recall them from the engines that generate them."""
+        """Choose stragglers to move to engines with free slots, and recall them from the engines that generate them.
+        `migration` measures the engines' decode speeds and makes the choice."""
         loads = []
         for index, engine in enumerate(self.engines):
             if index in self.state.down:

@@ -45,7 +45,7 @@ class SequencePool:
 
     @property
     def context(self) -> float:
-        """KV tokens of all sequences."""
+        """Number of tokens that all running sequences together have in the KV cache now."""
         return sum(self.origins.values()) + len(self.origins) * self.steps
 
 

@@ -106,7 +106,8 @@ class Lengths:
         return np.array([self.of(group) for group in range(groups)])
 
     def _draw_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """int32 prompt lengths [BLOCK_GROUPS] and response lengths [BLOCK_GROUPS, n] of one block."""
+        """Prompt lengths, int32 [BLOCK_GROUPS], and response lengths, int32 [BLOCK_GROUPS, samples per group], of the
+        groups in block number `block` (tokens)."""
         rng = np.random.default_rng([self.seed, block])
         section, shape = self.section, (BLOCK_GROUPS, self.group_size)
         prompts = np.full(BLOCK_GROUPS, section.prompt_tokens, np.int32)
@@ -129,7 +130,7 @@ class Lengths:
         return prompts, np.clip(np.rint(drawn), 1, section.longest_tokens).astype(np.int32)
 
     def _draw_traced(self, lengths: list[int], rng: np.random.Generator) -> np.ndarray:
-        """n lengths drawn from a traced group, without replacement if it has at least n."""
+        """As many of a traced group's `lengths` as a group has samples, drawn without replacement if possible."""
         if self.section.in_order and len(lengths) == self.group_size:
             return np.array(lengths)
         return rng.choice(lengths, self.group_size, replace=len(lengths) < self.group_size)
@@ -269,8 +270,9 @@ def check_scenario(scenario: Scenario) -> Scenario:
 
 
 def load_scenario(path: Path, overrides: Sequence[tuple[str, object]] = (), cost: str | None = None) -> Scenario:
-    """Read a scenario file. `cost`: name of a cost model in its [costs.NAME] or shipped with April, see
-    `pop_cost_model`. Raises ConfigError."""
+    """Read a scenario file. `overrides`: (key, value) that replace its own. `cost`: name of a cost model in its
+    [costs.NAME] or shipped with April; None: its [cost] or first [costs.NAME], or else April's first. Raises
+    ConfigError."""
     tree = read_toml(Path(path), "scenario")
     tree["cost"] = pop_cost_model(tree, Path(path), cost)
     for key, value in overrides:

@@ -43,7 +43,8 @@ def parts_of(scenario: Scenario, brokers: int) -> list[Scenario]:
 
 
 def simulate_shards(scenario: Scenario, brokers: int) -> ShardedResult:
-    """Simulate all brokers on one clock until `steps` batches after the warm-up are trained."""
+    """Simulate all brokers on one clock until `scenario.steps` batches after the warm-up are trained; returns the
+    measures of each broker."""
     return ShardedSimulation(scenario, brokers).run()
 
 
@@ -53,7 +54,7 @@ class ShardedSimulation:
         self.pipelines = [Pipeline(part) for part in parts_of(scenario, brokers)]
         self.waited_s = 0.0
         self._tokens: list[int] = []
-        """Tokens of each part of the next batch that its broker has already delivered."""
+        """Numbers of tokens in the parts of the next batch that have been delivered so far, in order of delivery."""
         self._first_s = 0.0
         self._upcoming: list[tuple[float, int]] = []
         """Heap of (time of the broker's next event, broker index); an entry with another time is out of date."""
@@ -87,7 +88,8 @@ class ShardedSimulation:
             heapq.heappush(self._upcoming, (pipeline.next_s, index))
 
     def _receive_part(self, pipeline: Pipeline, tokens: int) -> None:
-        """Receive a broker's part of the next batch; the learner starts with the last part."""
+        """Receive a broker's part of the next batch, with `tokens` tokens to train. The learner trains once the last
+        part has come."""
         now_s, step = pipeline.state.now_s, pipeline.ledger.steps.consumed
         self._first_s = self._first_s if self._tokens else now_s
         self._tokens.append(tokens)

@@ -35,8 +35,8 @@ ENGINE_SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Swept numbers of engines, as multiples of the number in the scenario."""
 
 UNITS = {True: "in flight", False: "groups in a round"}
-"""Name of the unit in which a schedule's dial (the key that sets its concurrency) counts. The key of the mapping says
-whether it counts samples in flight; otherwise it counts groups."""
+"""What a schedule's dial (the key that sets its concurrency) counts, as words for tables, by whether it counts samples
+(True) or groups (False)."""
 
 HEADER = (
     "consumed/s", "of limit", "stale mean", "max", "occupied", "KV peak", "retracted", "step p50 s", "learner busy",
@@ -81,14 +81,14 @@ def sweeps(scenario: Scenario, kind: str = "") -> list[Sweep]:
 
 
 def batches_ahead(scenario: Scenario) -> int:
-    """By how many batches the number that the schedule may have open at a time exceeds `max_staleness`: 1, or 0 with
+    """Number of batches whose groups the schedule may have open at a time, less `max_staleness`: 1, or 0 with
     `overlap`."""
     return scenario.schedule.batches_in_reach - scenario.schedule.max_staleness
 
 
 def dial_value(scenario: Scenario, kind: str) -> int:
-    """Value of the schedule's dial (the key that sets its concurrency) in the scenario; if unset, the value that keeps
-    two batches in flight, or one if `max_staleness` is 0."""
+    """Value in the scenario of the dial of the schedule `kind` (the key that sets its concurrency); if unset, the value
+    that keeps two batches in flight, or one if `max_staleness` is 0."""
     schedule, dial = scenario.schedule, SCHEDULES.find(kind).dial
     return getattr(schedule, dial.key) or min(2, schedule.max_staleness + 1) * dial.one_batch_value(schedule)
 
@@ -135,7 +135,8 @@ COMPARED_FACTORS = (1.5, 2.0, 3.0)
 
 
 def lengths_experiment(scenario: Scenario, kind: str = "") -> tuple[str, np.ndarray]:
-    """(table, int [samples]) of the response lengths, independent of any schedule."""
+    """(table of statistics, int [samples]) of the response lengths of a scenario, in tokens. No schedule affects them:
+    `kind` is ignored."""
     drawn = scenario.make_lengths().sample(HISTOGRAM_GROUPS)
     found = describe_lengths(Counter(drawn.ravel().tolist())) or {}
     longest_of_group = drawn.max(axis=1)
@@ -153,7 +154,8 @@ def lengths_experiment(scenario: Scenario, kind: str = "") -> tuple[str, np.ndar
 
 def buffers_experiment(scenario: Scenario, kind: str = "") -> tuple[str, list[tuple[float, SimulationResult]]]:
     """Throughput and largest buffer if a round opens N' = 1.5, 2 and 3 times as many groups as a batch has (N): (table,
-    [(N' / N, result)]). Raises ConfigError."""
+    [(N' / N, result)]). `kind`: the schedule; empty: the first shipped one that has rounds of N' groups. Raises
+    ConfigError."""
     groups, kind = scenario.schedule.rollout_batch_size, kind_with_dial(kind, counts_groups)
     points = [
         (factor, evaluate(f"{factor:g} N", with_dial(scenario, kind, round(factor * groups))))
@@ -164,7 +166,8 @@ def buffers_experiment(scenario: Scenario, kind: str = "") -> tuple[str, list[tu
 
 
 def versions_experiment(scenario: Scenario, kind: str = "") -> tuple[str, SimulationResult]:
-    """(table, result) with the share of the trained tokens by their age in policy steps."""
+    """Simulate the scenario's own schedule (`kind` is ignored): (table, result) with the share of the trained tokens by
+    their age in policy steps."""
     result = evaluate(scenario.schedule.kind, scenario)
     ages = result.measures.tokens_by_age
     lines = [[f"{age}", f"{ages[age]:,}", f"{ages[age] / ages.total():.1%}"] for age in sorted(ages)]
@@ -255,7 +258,8 @@ def lengths_picture(drawn: np.ndarray):
 
 
 def buffers_picture(points: list[tuple[float, SimulationResult]]):
-    """Throughput over the largest buffer, one point per N' / N. `points`: as `buffers_experiment` returns them."""
+    """Figure of the throughput over the largest size of the buffer. `points`: (N' / N, result), with N' groups opened
+    in a round and N groups in a batch."""
     figure, (axes,) = new_figure(2.7)
     x = [result.measures.buffer_peak_bytes / 2**20 for _, result in points]
     axes.plot(x, [result.consumed_per_s for _, result in points], color=GREEN, marker="o", ms=5)

@@ -140,7 +140,8 @@ def restore(journal: Path) -> tuple[Ledger, int]:
 
 
 def recorded_header(journal: Path) -> RunStarted | None:
-    """The run's header, from its newest snapshot or the journal's first record; None if there is neither."""
+    """The journal's header event, which has the run's settings, from the run's newest snapshot or else the journal's
+    first record; None if there is neither."""
     for _, image in SnapshotStore(journal).newest_first():
         return header_of(image)
     first = next(read_events(journal, 0), None)

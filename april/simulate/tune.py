@@ -17,14 +17,15 @@ from april.util.errors import refuse
 from april.workers.engines import ENGINES
 
 FACTORS = (1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
-"""Tried values of N' / N, or of samples in flight / (N * n); the latter also below 1 and with all slots. N': groups
-opened in a round; N: groups in a batch; n: samples in a group."""
+"""Tried values as multiples of one batch: of N for the number of groups opened in a round, of N * n for the number of
+samples in flight. For the latter `FEWER_IN_FLIGHT` and the highest number possible are tried too. N: groups in a batch;
+n: samples in a group."""
 FEWER_IN_FLIGHT = (0.25, 0.5, 0.75, 1.0)
 WITHIN = 0.02
 """A value counts as good as the best one if its throughput is lower by at most this share."""
 
 HEADER = ("stale mean", "max", "KV peak", "buffer peak")
-"""Columns of the table, besides the throughput and whether a value is chosen."""
+"""Columns of `TuningChoice.table` between those of the throughput and the last one, which says what is chosen."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ def tune(scenario: Scenario, most_staleness: float | None = None) -> TuningChoic
 
 
 def candidates(scenario: Scenario, dial: Dial) -> tuple[str, list[SimulationResult]]:
-    """(key of the schedule's dial, results of simulating each of its values, in ascending order of the values). If the
-    dial counts the groups opened in a round, only values above the number of groups in a batch are tried. If the
+    """(configuration key of `dial`, results of simulating the scenario with each tried value of the key, in ascending
+    order of the values). `dial`: the key of [schedule] that sets how many samples or groups are generated at a time. If
+    it counts the groups opened in a round, only values above the number of groups in a batch are tried. If the
     staleness bound permits none of these, the number of groups in a batch is the only value."""
     schedule = scenario.schedule
     unit = dial.one_batch_value(schedule)
@@ -178,8 +180,8 @@ def journal_lengths(config: Config, folder: Path) -> tuple[LengthsSection, str] 
 
 
 def tuning_scenario(config: Config, scenario: Scenario, lengths: LengthsSection) -> Scenario:
-    """The scenario with the run's schedule, response budget, slots and cache behaviour, short enough for the start of a
-    run."""
+    """`scenario` with the schedule, response budget, slots and cache behaviour of the run of `config`, and so few steps
+    that it can be simulated at a run's start. `lengths`: the response lengths to simulate with."""
     schedule = config.schedule.model_copy(update={config.schedule.automatic_key: None})
     engine = ENGINES.find(config.worker.engine)
     engines = config.worker.count * len(engine.engine_names(config, "worker"))

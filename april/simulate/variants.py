@@ -60,8 +60,8 @@ class SimulationResult:
     scenario: Scenario
     measures: Measures
     limit: float
-    """No-barrier limit (tokens/s): what the scenario's engines generate with as many samples in flight, if each sample
-    that ends is replaced at once."""
+    """No-barrier limit (tokens/s): what the scenario's engines generate with as many samples in flight as its schedule
+    wants, if each sample that ends is replaced at once."""
     cap: float
     """Upper bound on the throughput from the staleness bound or the rounds' barrier, as a share of `limit`."""
 
@@ -130,7 +130,8 @@ def counts_groups(kind: type[Schedule]) -> bool:
 
 
 def kind_with_dial(kind: str, fits: Callable[[type[Schedule]], bool] = lambda entry: True) -> str:
-    """`kind`, or if it is empty the first shipped schedule that has a dial and `fits`.
+    """`kind`, or if it is empty the first shipped schedule that has a dial (a key that sets its concurrency) and for
+    which `fits(schedule)` is true.
 
     Raises ConfigError if `kind` has no dial or does not fit.
     """
@@ -181,7 +182,8 @@ def columns(result: SimulationResult, headers: Iterable[str] = COMPARED) -> list
 
 
 def text_table(lines: list[list[str]], header: Sequence[str] = COMPARED) -> str:
-    """A text table with aligned columns, the first one flush left."""
+    """A text table of `lines`, each a list of cells, below the `header`; columns are aligned, the first one flush
+    left."""
     rows = [list(header), *lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

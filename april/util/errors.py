@@ -33,7 +33,8 @@ def refuse_for(key: str, value: Any, why: str, error: object) -> NoReturn:
 
 
 def assignment(key: str, value: Any) -> str:
-    """The subject of a refusal: the key and its value, as in `refuse`."""
+    """The beginning of an error's sentence: `key 'KEY' = VALUE`, or `option '--KEY' = VALUE`, with secrets masked;
+    without ` = VALUE` if `value` is None."""
     subject = f"{'option' if key.startswith('--') else 'key'} {key!r}"
     return subject if value is None else f"{subject} = {toml_like(masked(value, key))}"
 

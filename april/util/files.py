@@ -39,7 +39,8 @@ class Uncached:
     """
 
     def __init__(self, path: Path):
-        """Raises OSError if the file system has no direct I/O."""
+        """Open the existing file `path` for writing with direct I/O. Raises OSError, also if the file system has no
+        direct I/O."""
         self._stage = mmap.mmap(-1, STAGE_BYTES)
         self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
 
@@ -127,7 +128,7 @@ def write_all(file: int, data: memoryview, offset: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the entries of a folder."""
+    """Sync to disk (fsync) a file's content or, of a folder, the list of its entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -126,7 +126,8 @@ class Failures:
 
 
 def failure_kind(error: str) -> str:
-    """The part of an error that all failures of its kind share: what failed and the error's name, without details."""
+    """The part of an error that all failures of its kind share: what failed and the error's name, without details:
+    "verifier 'my:grade': KeyError" for "verifier 'my:grade': KeyError: 'o'"."""
     name = ERROR_NAME.search(error)
     return error[: name.end()] if name else error.partition(":")[0]
 

@@ -221,7 +221,8 @@ class ObjectStore:
         raise AssertionError
 
     def _try(self, name: str, work: Callable[[Any, str, Any], Answer]) -> Answer:
-        """One try of a call, in a thread that is abandoned without progress. Raises Late and the errors of `work`."""
+        """One try of a call: the result of `work(file system, full name, progress callback)`, run in a thread. Raises
+        Late, and leaves the thread alone, after `timeout_s` without progress; passes on the errors of `work`."""
         call = Call(lambda moved: work(*self._resolve(name), moved))
         threading.Thread(target=call.run, name="object-store", daemon=True).start()
         moved_before = -1

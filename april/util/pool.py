@@ -265,7 +265,9 @@ class PoolProcess:
     """
 
     def __init__(self, module: str, rules: msgspec.Struct, timeout_s: float, answer: Any, prints: Path | None = None):
-        """`prints`: file to which the output of user code is appended; by default it goes to this process's stderr."""
+        """`module`: Python module that the process runs. `rules`: settings that it gets first. `timeout_s`: time limit
+        of an item. `answer`: type of its answers. `prints`: file to which the output of user code is appended; None: it
+        goes to this process's stderr."""
         self.timeout_s = timeout_s
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(answer)
         limit = str(timeout_s + ORPHAN_MARGIN_S)
@@ -324,7 +326,8 @@ class PoolProcess:
                 self.ready = True
 
     def failure(self) -> Failure | None:
-        """Why this process has to be replaced; None if it does not."""
+        """Why this process has to be replaced: it has ended unasked, or its start or its item takes too long. None if
+        it need not be replaced."""
         if self.ended and self.has_exited():
             how = describe_exit(self.inner.returncode)
             return None if self.has_retired() else Failure(f"its process ended ({how})")

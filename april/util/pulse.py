@@ -43,7 +43,7 @@ class LoopMark(NamedTuple):
 
 
 class LoopPosition(NamedTuple):
-    """The position of the main loop, as reported to others."""
+    """The position of the main loop, as a part reports it to the broker and to its watchdog (`LoopWatch`)."""
 
     name: str
     """Position such as "decoding"; "" before the first mark."""
@@ -54,10 +54,10 @@ class LoopPosition(NamedTuple):
 
 
 class Pulse:
-    """The marks of the main thread's loop; calls from other threads are ignored.
+    """The marks of the main thread's loop; calls of `at` from other threads are ignored.
 
     pulse.at("decoding")            # the main loop, at every phase
-    pulse.look()                    # another thread, regularly
+    position = pulse.look()         # another thread, regularly: a `LoopPosition`
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,8 @@ class LoopWatch(PartThread):
         self.hung_s, self.long_s, self.pulse = hung_s, long_s, pulse or MAIN
         self._mark: LoopMark | None = None
         self._seen_s = 0.0
-        """Seconds at the current mark, counted in this thread's intervals."""
+        """Seconds for which the loop's mark has not changed: the sum of `passed_s` over the calls of `look` that have
+        found the same mark."""
 
     def watch(self) -> None:
         """Look at the loop until it hangs, and end the process then."""
@@ -106,7 +107,8 @@ class LoopWatch(PartThread):
         os._exit(1)
 
     def look(self, passed_s: float) -> str:
-        """A sentence about where the loop hangs; "" if it does not. `passed_s`: seconds since the last call."""
+        """A sentence that says at which position the loop hangs; "" if it does not. `passed_s`: seconds since the last
+        call, which count as spent at the loop's mark if that has not changed."""
         mark, (name, _, usual_s) = self.pulse.mark, self.pulse.look()
         self._seen_s = self._seen_s + passed_s if mark is self._mark else 0.0
         self._mark = mark

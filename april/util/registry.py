@@ -65,9 +65,9 @@ def add_import_folders(*folders: Path) -> None:
 
 
 def python_command(*words: str) -> list[str]:
-    """Command line of a Python process with the arguments `words`. A file in the working directory, such as
-    `random.py`, does not hide an installed module in it, unless April itself is only in that directory (a checkout that
-    is not installed)."""
+    """Command line of a Python process with the arguments `words`. In that process a file in the working directory,
+    such as `random.py`, does not hide an installed module, unless April itself is only in that directory (a checkout
+    that is not installed)."""
     folders = [folder for folder in sys.path if os.path.abspath(folder) != os.getcwd()]
     finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))  # Python's import skips others too
     found = next(filter(None, (finder.find_spec("april", folders) for finder in finders)), None)
@@ -92,7 +92,7 @@ class Registry:
     key: str
     """Key of the configuration that names a part."""
     noun: str
-    """Name of such a part in a sentence, as in "is no engine"."""
+    """Word for one part of this kind in a sentence, such as "engine" in "is no engine"."""
     shipped: Mapping[str, str] = field(default_factory=dict)
     """Name of each shipped part -> its `package.module:Name`."""
     base: str = ""
@@ -102,9 +102,10 @@ class Registry:
     to its caller."""
 
     def find(self, name: str, key: str = "") -> Any:
-        """Import the part called `name`. `key`: key that it was given under, if not this registry's own.
+        """Import the part called `name`. `key`: configuration key whose value `name` is; "" for this registry's own
+        key.
 
-        Raises ConfigError if it cannot be imported or is something of another kind.
+        Raises ConfigError if the part cannot be imported or is something of another kind.
         """
         self.check_name(name, key)
         try:
@@ -117,8 +118,8 @@ class Registry:
         return found
 
     def check_name(self, name: str, key: str = "") -> None:
-        """Refuse a name that is neither shipped nor `package.module:Name`, without importing it. `key`: key that it was
-        given under, if not this registry's own. Raises ConfigError."""
+        """Refuse a name that is neither shipped nor `package.module:Name`, without importing it. `key`: configuration
+        key whose value `name` is; "" for this registry's own key. Raises ConfigError."""
         stripped = self.without_prefix(name)
         module, colon, attribute = stripped.partition(":")
         is_place = colon and attribute and all(map(str.isidentifier, (*module.split("."), *attribute.split("."))))

@@ -34,7 +34,8 @@ def tune_allocator(large_block_bytes: int, kept_free_bytes: int, arenas: int = 0
 
 
 def return_free_pages() -> None:
-    """Return free pages between live blocks to the system; does nothing with another allocator."""
+    """Return free pages between the heap's live blocks to the system; does nothing with another allocator than
+    glibc's."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

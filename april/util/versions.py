@@ -18,7 +18,7 @@ from april.version import VERSION
 PROTOCOLS = {16: "0.2"}
 """Protocol number -> the last April version that speaks it. Earlier numbers were never released."""
 PROTOCOL = max(PROTOCOLS)
-"""Protocol number of this April."""
+"""Number of the protocol that this April speaks with the other processes of a run: the largest in PROTOCOLS."""
 FILE = "format"
 FIRST = 1
 """Format number of a folder that has no file `format`."""
@@ -29,7 +29,7 @@ class OtherApril(ConfigError):
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """The content of the file `format`."""
+    """Content of the file `format` in a journal or run folder: the folder's format number, and who wrote it."""
 
     format: int
     april: str
@@ -38,9 +38,10 @@ class Stamp(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Form:
-    """The format numbers of one kind of folder.
+    """The format numbers that a kind of folder, such as the journal, has had. A folder's own number is in its stamp,
+    the file `format`.
 
-    JOURNAL.claim(folder, new=not any(folder.iterdir()))     # writes the stamp, or checks it
+    JOURNAL.claim(folder, new=not any(folder.iterdir()))     # new: writes the stamp; otherwise: checks it
     """
 
     kind: str

@@ -73,7 +73,8 @@ class BaseWeights:
     def merged(
         self, version: Version, adapter: Adapter, trained: Mapping[str, Tensor], canary: Canary | None = None
     ) -> Snapshot:
-        """All weights of a version as a packed snapshot; each tensor is merged just before it is packed."""
+        """All weights of a version as a packed snapshot; each tensor is merged just before it is packed. `trained`: the
+        version's trained tensors; `canary`: stored in the snapshot, None for none."""
         named = (
             (name, tensor) for name, tensor in self.tensors.items() if name in trained or name not in adapter.without
         )

@@ -49,8 +49,8 @@ class Canary(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
     """The less precise of the dtypes that the learner computes in and publishes: float32 or bfloat16."""
     rounding: float = 0.0
-    """Mean difference that rounding to bfloat16 makes in these log-probabilities, as the learner has measured it on
-    these weights (nats); 0 if it has not."""
+    """Mean difference that rounding to bfloat16 makes in `logprobs`, as the learner has measured it on the weights of
+    this version (nats); 0 if it has not been measured."""
 
     @property
     def text(self) -> np.ndarray:

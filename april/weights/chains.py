@@ -8,7 +8,7 @@ the receiver, and the channels of those behind it in the same transfer.
 A worker forwards what it receives of a version bucket by bucket, while the rest still arrives:
 
     chain.forward_to(invite)            # the learner has named the next worker
-    with chain.forwarding(0, deadline) as received:
+    with chain.forwarding(0, deadline) as received:     # 0: rank of the learner that sends
         link.receive(buckets, deadline, received)
 """
 
@@ -76,7 +76,8 @@ class Chains:
     all methods with its lock held."""
 
     def __init__(self, size: int, send: Callable[[WeightChannel, wire.Message], None]):
-        """`send` queues a message to a channel's worker."""
+        """`size`: maximum number of workers in a chain; 1: no chains. `send`: queues a message to a channel's
+        worker."""
         self.size, self._send, self._count = size, send, 0
 
     def extend(self, channels: Iterable[WeightChannel], invite_for: Callable[[WeightChannel], ChannelInvite]) -> None:

@@ -238,7 +238,8 @@ class ChannelLost(RuntimeError):
 
 
 INBOX_MESSAGES = 64
-"""Maximum number of messages of one channel that may wait; a worker that sends more loses its channel."""
+"""Maximum number of a channel's received messages that wait to be handled; a worker that sends more loses its
+channel."""
 
 
 @dataclass(eq=False)
@@ -266,7 +267,8 @@ class WeightChannel:
     key: str = ""
     """CURVE public key of the worker; "" without CURVE."""
     base: str = ""
-    """Checksum of the worker's base model."""
+    """Checksum of the worker's base model, for which the learner may send adapters; "": the worker needs complete
+    weights."""
     digest: str = ""
     """Checksum of the version that the worker has loaded last, if it keeps that as the base of deltas; otherwise ""."""
     was_delta: bool = False
@@ -274,9 +276,11 @@ class WeightChannel:
     sent_bytes: int = 0
     """Bytes of weights that rank 0 has sent in the last transfer."""
     upstream: "WeightChannel | None" = None
-    """The channel of the worker that may forward to this one."""
+    """The channel of the worker before this channel's worker in its chain, which may forward versions to it; None at a
+    chain's head and outside chains."""
     downstream: "WeightChannel | None" = None
-    """The channel of the worker to which this one may forward."""
+    """The channel of the worker behind this channel's worker in its chain, to which it may forward versions; None at a
+    chain's end and outside chains."""
     link: str = ""
     """Name of the links over which the worker before it in its chain forwards to this worker; "" without such a
     worker."""
@@ -357,8 +361,8 @@ IN_FLIGHT = 2
 def join(
     name: str, store: "dist.TCPStore", rank: int, backend: str, timeout_s: float, server_ranks: int = 0
 ) -> "dist.Backend":
-    """Build the process group of the channel or link `channel`. `rank`: `LEARNER` or `WORKER`. `backend`: gloo | nccl.
-    Raises RuntimeError or OSError if the other side does not join.
+    """Build the process group of the channel or link `name`, whose sides meet through `store`. `rank`: `LEARNER` or
+    `WORKER`. `backend`: gloo | nccl. Raises RuntimeError or OSError if the other side does not join.
 
     gloo listens only at this machine's address on the route to the store. `server_ranks`: if above 0, the other side is
     a server with that many ranks, which prefixes its keys in the store as torch's own groups do. gloo may block for
@@ -410,7 +414,8 @@ def broadcast(
     deadline: float,
     received: "Callable[[Tensor], object] | None" = None,
 ) -> None:
-    """`transfer`, called where `stream` is the thread's current CUDA stream."""
+    """The work of `transfer`, with the same parameters. The caller has made `stream`, if it is given, the current CUDA
+    stream of this thread."""
     import torch.distributed as dist
 
     options = dist.BroadcastOptions()

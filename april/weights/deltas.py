@@ -157,7 +157,8 @@ def blocks(values: np.ndarray) -> Iterator[slice]:
 
 
 def encode(new: np.ndarray, old: np.ndarray | None) -> tuple[str, bytes]:
-    """Encode a block as a delta from `old`, or whole; returns (form, payload)."""
+    """Encode the values `new` of a block as a delta from the base's values `old`, or whole if that is shorter or `old`
+    is None. Returns (form: sparse | xor | whole, compressed payload)."""
     zstd = zstandard.ZstdCompressor(LEVEL)
     if old is None:
         return WHOLE, zstd.compress(planes(new))

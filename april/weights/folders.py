@@ -140,8 +140,8 @@ class SnapshotFolders:
         chain: Sequence[WeightFolder] = (),
     ) -> WeightFolder:
         """Write the small files of a snapshot (index, canary, checksums), once all ranks have written their `files` of
-        tensors. `others`: content of the model folder's other files, by name. `chain`: the snapshots that a delta
-        depends on, from the whole one to its base; empty for a whole one."""
+        tensors. `canary`: None leaves its file out. `others`: content of the model folder's other files, by name.
+        `chain`: the snapshots that a delta depends on, from the whole one to its base; empty for a whole one."""
         small = {**others, INDEX_FILE: index_of(files)}
         if chain:
             small = {CHAIN_FILE: msgspec.msgpack.encode(chain)}

@@ -69,7 +69,7 @@ class PartDelta:
     def __init__(self, base: Snapshot):
         self.base = DeltaBase(base.version, joint_checksum(base.parts))
         self.digest = ""
-        """SHA-256 of the delta (`digest`), once it is computed."""
+        """SHA-256 of the delta in hex; "" until it is computed."""
         self._old: Snapshot | None = base
         self._encoded = NONE
         self._encoding = threading.Lock()
@@ -306,8 +306,10 @@ def receive_delta(
     deadline: float,
     forwarding: Forwarding,
 ) -> Packed:
-    """Receive the delta of a part, check it, apply it to `base`, in place if nobody else uses that, and check the
-    result; `forwarding` as in `receive_whole`. Raises RuntimeError or OSError."""
+    """Receive the delta of a part by `deadline` (Unix time, seconds), check it, apply it to the kept weights `base`,
+    and check the result: the part's tensors with their buffer, that of `base` if nobody else uses it, else one of
+    `buffers`. If the sender has no delta, the part comes whole. `forwarding`: context whose function forwards each
+    bucket to the next worker of a chain. Raises RuntimeError or OSError."""
     length = torch.zeros(LENGTH.size, dtype=torch.uint8)
     with forwarding as received:
         receive(link, [length], deadline, received)

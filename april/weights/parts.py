@@ -49,7 +49,7 @@ OVER = "the other ranks of the learner take no more commands"
 PIECE_BYTES = 16 << 20
 """Maximum number of bytes per message when one rank of the learner sends its part to another."""
 END_S = 30.0
-"""Time limit of rank 0, at its end, for its last command to reach all ranks, seconds."""
+"""Longest wait of rank 0 at the end of a run until its last command has reached all other ranks, seconds."""
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
@@ -72,7 +72,8 @@ class HoldPart(SendingCommand, frozen=True):
     channel: str
     version: Version
     as_delta: bool = False
-    """Whether the part will be sent as a delta, which is then computed at once."""
+    """Whether the part will be sent as a delta to weights that the worker has, instead of whole; the delta is then
+    computed at once."""
 
 
 class SendPart(SendingCommand, frozen=True):
@@ -84,7 +85,7 @@ class SendPart(SendingCommand, frozen=True):
     sender: int = ALL
     """Rank that sends; `ALL`: each of the other ranks does."""
     as_delta: bool = False
-    """Whether what is sent is the part's delta."""
+    """Whether the part is sent as a delta to weights that the worker has, instead of whole."""
 
 
 class CloseLink(SendingCommand, frozen=True):
@@ -141,8 +142,8 @@ class PartCommands:
         self.unreached = 0
         """Number of channels that a worker has joined over rank 0's link, and not over those of the other ranks."""
         self._outbox: queue.SimpleQueue[tuple[AnyCommand, Future[Any] | None, Callable[[], Any]]] = queue.SimpleQueue()
-        """(command, future of the result of `exchange`, `exchange`); the future is None for a command that ranks do not
-        answer."""
+        """Commands to send, in order: (command, future of the ranks' answers, function that receives these answers).
+        The future is None for a command that the ranks do not answer."""
         self._closing = threading.Lock()
         self._is_over = False
         """Whether no more commands are sent."""
@@ -173,8 +174,9 @@ class PartCommands:
         return self.ask(GivePart(), partial(received_parts, part, self.group))
 
     def merge(self, snapshot: Snapshot, adapter: Adapter) -> Snapshot:
-        """Have each rank merge its part of the complete weights of a version; returns rank 0's part, which describes
-        the others. Raises RuntimeError if a rank cannot merge its part."""
+        """Have each rank merge its part of the complete weights of a version, of which `snapshot` has the trained
+        tensors. Returns rank 0's part, which describes those of the other ranks. Raises RuntimeError if a rank cannot
+        merge its part."""
         assert self.merger
         trained, ranks = unpack(snapshot.heads, snapshot.data), range(dist.get_world_size(self.group))
         given = [pack(snapshot.version, self.merger.trained_for(rank, trained)) for rank in ranks]

@@ -67,9 +67,9 @@ class WeightPublisher:
     """Publishes weights from learner rank 0; workers ask for channels at `address`."""
 
     def __init__(self, config: WeightsSection, run: str, device: str, keys: Path | None = None, broker: str = ""):
-        """`run`: identifier of the run. `device`: cpu | cuda. `keys`: folder with the learner's key and the allow-list.
-        `broker`: address of the broker; if it is a Unix socket, the publisher listens at one in the same folder,
-        otherwise on TCP. Raises ConfigError."""
+        """`run`: identifier of the run. `device`: cpu | cuda. `keys`: folder with the learner's key and the allow-list;
+        None: no keys. `broker`: address of the broker; if it is a Unix socket, the publisher listens at one in the same
+        folder, otherwise on TCP. Raises ConfigError."""
         self.config = config if config.host != AUTO else config.model_copy(update={"host": LOOPBACK})
         self.bucket_bytes = config.bucket_mb << 20
         self._transport: Transport = TRANSPORTS.find(config.transport)(config)
@@ -128,8 +128,8 @@ class WeightPublisher:
         return self._snapshot
 
     def send_alone(self, newest: Snapshot | None) -> None:
-        """From now on rank 0 sends all of each version, beginning with `newest`. Channels that exist are closed as
-        lost, so that their workers ask for new ones."""
+        """From now on rank 0 sends all of each version, beginning with `newest` (None: with the next published).
+        Channels that exist are closed as lost, so that their workers ask for new ones."""
         with self._changed:
             self._senders = 1
             for channel in list(self._channels.values()):
@@ -148,11 +148,12 @@ class WeightPublisher:
     def publish(
         self, version: Version, weights: Mapping[str, Tensor] | AdapterWeights | Snapshot, canary: Canary | None = None
     ) -> dict[str, float]:
-        """Send `version` to all workers. Returns when no worker is awaited any more, because it has loaded the version,
-        puts that off or is lost, and at the publish deadline at the latest.
+        """Send `version` to all workers. Returns figures by name once no worker is awaited any more, because it has
+        loaded the version, puts that off or is lost, and at the latest after `weights.publish_deadline_s`.
 
-        `weights`: all of them, an adapter, or rank 0's part. `canary`: the learner's under this version. With an
-        adapter, workers that do not have the same base model are sent complete weights. Returns figures by name.
+        `weights`: all of them, an adapter, or rank 0's part; with an adapter, workers without the same base model are
+        sent complete weights. `canary`: a fixed text with the learner's log-probabilities under this version, by which
+        workers check their engines; None: they do not.
         """
         if isinstance(weights, Snapshot):
             return self._offer(replace(weights, canary=canary))
@@ -166,7 +167,7 @@ class WeightPublisher:
 
     def announce(self, version: Version, canary: Canary | None = None) -> None:
         """Announce a version that the trainer itself loads into the engines' servers, and wait until all engines have
-        stopped.
+        stopped. `canary`: as in `publish`, a fixed text by which workers check their engines; None: no check.
 
         Raises RuntimeError if an engine has not stopped by `weights.publish_deadline_s`: the engine's tokens would be
         attributed to a wrong version.
@@ -184,8 +185,8 @@ class WeightPublisher:
             )
 
     def externally_loaded(self) -> dict[str, float]:
-        """Report that the servers hold the announced version, and publish it to the workers; returns the figures of
-        `publish`."""
+        """Report that the servers hold the version of the last `announce`, and have the workers take it over; returns
+        figures by name, as `publish` does."""
         assert isinstance(self._transport, ExternalTransport) and self._snapshot
         self._transport.arrived()
         return self._offer(self._snapshot)
@@ -195,7 +196,8 @@ class WeightPublisher:
         return [channel for channel in self._behind(version) if channel.posted != version]
 
     def _offer(self, snapshot: Snapshot) -> dict[str, float]:
-        """Publish a snapshot, and wait for the workers as `publish` does; returns the same figures."""
+        """Publish a snapshot, and wait until each worker has loaded it, puts it off or is lost, at most for
+        `weights.publish_deadline_s`; returns figures by name, such as `publish_workers`, which have loaded it."""
         version, deadline = snapshot.version, clock.now() + self.config.publish_deadline_s
         with self._changed:
             snapshot = self._bases.followed_by(snapshot, self._channels.values())
@@ -236,7 +238,7 @@ class WeightPublisher:
         return [channel for channel in self._behind(version) if not channel.puts_off]
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End all threads, except for those that are blocked in a channel that has not timed out yet."""
+        """End all threads; wait at most `timeout_s` in all, and leave those that are still blocked in a channel."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -418,7 +420,8 @@ class WeightPublisher:
         return snapshot, workers
 
     def _follow(self, channel: WeightChannel, claim: Claim) -> None:
-        """Have a worker receive a version from the one before it in its chain."""
+        """Have a worker receive a version from another worker, the one before it in a chain, instead of from the
+        learner, and wait until it has loaded it. `claim`: the version, and the worker's place in that chain."""
         snapshot = self._merged.form_for(channel, claim.snapshot, self._other_senders(channel), sends=False)
         channel.transfers, channel.sent_bytes = channel.transfers + 1, 0
         manifest = self._manifest(channel, snapshot, {}, claim.delta_to)

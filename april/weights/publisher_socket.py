@@ -43,9 +43,10 @@ class PublisherSocket:
         received: Callable[[bytes, wire.Message, KeyOwner], None],
         tick: Callable[[], None],
     ):
-        """`host`: `weights.host`. `keys`, `broker`: as in `WeightPublisher`. `received(route, message, peer)` is called
-        for each message that a worker may send. `tick` is called once all messages that have arrived are handled, and
-        every half second. Raises ConfigError."""
+        """`host`: host name or address to listen at. `keys`: folder with the learner's CURVE keys and the allow-list;
+        None: without keys. `broker`: the broker's address; if that is a Unix socket, this socket is one in the same
+        folder, else TCP. `received(route, message, peer)` is called for each message that a worker may send. `tick` is
+        called once all messages that have arrived are handled, and every half second. Raises ConfigError."""
         own = load_keys(keys, "learner")
         allow_list = AllowList(keys / ALLOW_LIST) if keys else None
         self._received, self._tick = received, tick
@@ -75,11 +76,11 @@ class PublisherSocket:
             os.write(self._wake_writer, b"x")
 
     def allows(self, key: str) -> bool:
-        """Whether a worker may have a channel with this CURVE public key."""
+        """Whether the allow-list has this CURVE public key as a worker's; True in a run without keys."""
         return self._access is None or self._access.allow_list.find(key).role == "worker"
 
     def close(self) -> None:
-        """Have the thread end."""
+        """Tell the thread to end; does not wait for it."""
         self._closed = True
         if self._wake_writer != CLOSED:
             os.write(self._wake_writer, b"x")

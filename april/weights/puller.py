@@ -32,8 +32,8 @@ class SnapshotPuller(WeightSource):
     can."""
 
     def __init__(self, folders: SnapshotFolders, timeout_s: float, up: Callable[[], bool] = lambda: True):
-        """`timeout_s`: longest time to read a snapshot. `up`: whether the engine is up; nothing is read while it is
-        down."""
+        """`folders`: the run's snapshots. `timeout_s`: longest time to read a snapshot. `up`: whether the engine is up;
+        nothing is read while it is down."""
         super().__init__()
         self.folders, self.timeout_s, self.up = folders, timeout_s, up
         self.buffers = ReusedBuffers()

@@ -3,7 +3,7 @@
 The worker's main loop takes staged weights between two decode steps, so a forward pass never mixes two versions:
 
     receiver.connect(address)
-    if staged := receiver.take():
+    if staged := receiver.take():       # does not wait; None unless a version has arrived since
         engine.load_weights(staged.version, staged.tensors)
         receiver.loaded(staged.version)
 """
@@ -203,8 +203,8 @@ class WeightReceiver(WeightSource):
     def stage_for_server(
         self, manifest: ChannelManifest, started_at: float, externally_loaded: "Future[None] | None"
     ) -> None:
-        """Stage weights that the server gets directly, once `StagedWeights.post` has been called: the learner
-        broadcasts them, or the trainer loads them and the future `externally_loaded` says when it has."""
+        """Stage weights that the server gets directly, once `StagedWeights.post` has been called: from the learner, or
+        from the trainer, which `externally_loaded` then tells. `started_at`: arrival of the manifest (Unix time, s)."""
         post = partial(self._report, LearnerConnection.tell_ready, manifest, externally_loaded)
         self.stage(
             StagedWeights(
@@ -243,7 +243,7 @@ class LearnerConnection:
         """Messages that arrived while a version was being received, to be handled after it."""
         self._ask_again_at = 0.0
         self._up: object = None
-        """Result of `receiver.up` at the last request for a channel."""
+        """Result of `receiver.up()` (whether the engine is up, or which servers) at the last request for a channel."""
         self._retry = DeltaRetry()
 
     def run(self) -> None:
@@ -265,8 +265,9 @@ class LearnerConnection:
                 self._receive(self._put_back.pop(0) if self._put_back else self.socket.recv_multipart())
 
     def tell_ready(self, manifest: ChannelManifest, externally_loaded: "Future[None] | None") -> None:
-        """Tell the learner that the engine is ready for the weights of `manifest`. `externally_loaded`: given if the
-        trainer loads the weights; then wait until it has loaded them or the learner is gone, and set the future."""
+        """Tell the learner that the engine is ready for the weights of `manifest`. `externally_loaded`: a future if the
+        trainer loads the weights, else None; this call then waits for the trainer, and sets the future: to None once
+        they are loaded, to an error if the learner is gone or late."""
         self._send(ChannelPosted(manifest.channel, manifest.version))
         if externally_loaded:
             self._await_external_load(externally_loaded)
@@ -409,8 +410,8 @@ class LearnerConnection:
                 self._obey_end()
 
     def _obey_end(self) -> None:
-        """Receive a message. Raises RuntimeError if it says that the learner has ended the channel: it does so if a
-        worker before this one is lost while it forwards. Other messages are handled later."""
+        """Receive a message. Raises RuntimeError if the message is that the learner has ended the channel, as it does
+        when a worker before this one is lost while it forwards. Other messages are kept to be handled later."""
         frames = self.socket.recv_multipart()
         message = wire.decode(frames, bodies=CHANNEL_BODIES).message
         if isinstance(message, ChannelFailed) and self.invite and message.channel == self.invite.channel:

@@ -63,7 +63,8 @@ class Snapshot:
     """On rank 0: descriptions of the parts of the same version that the learner's other ranks hold; empty on those
     ranks."""
     server_checksums: Mapping[str, str] = field(default_factory=dict)
-    """Expected checksums of the tensors in an inference server, if all parts have reported them."""
+    """Expected checksums of an inference server's tensors, by the server's names; empty unless all parts of the version
+    have reported theirs."""
 
     @property
     def digest(self) -> str:
@@ -118,8 +119,8 @@ def pack(
     adapter: Adapter | None = None,
     take: Callable[[int], Tensor] | None = None,
 ) -> Snapshot:
-    """Copy tensors into one buffer, in the order of the mapping, and describe them in a snapshot. `take`: function that
-    returns a buffer of a size, uint8 [bytes]; None: allocate one."""
+    """Copy tensors into one buffer, in the order of the mapping, and describe them in a snapshot. `canary`, `adapter`:
+    fields of the snapshot. `take`: function that returns a buffer of a size, uint8 [bytes]; None: allocate one."""
     heads = [TensorHead(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
     return pack_each(version, heads, tensors.values(), canary, adapter, take)
 
@@ -223,7 +224,8 @@ def unpack(heads: list[TensorHead], data: Tensor) -> dict[str, Tensor]:
 
 
 def layout(heads: list[TensorHead]) -> tuple[list[int], int]:
-    """(offset of every tensor, total size) of a snapshot's buffer, in bytes."""
+    """(list with the offset of each tensor in a snapshot's buffer, total size of the buffer), in bytes. `heads`: the
+    tensors in order."""
     offsets, total = [], 0
     for head in heads:
         offsets.append(total)
@@ -270,7 +272,7 @@ class ArrivingDigest:
         self._hashed: list[Future[Any]] = []
 
     def add(self, bucket: Tensor) -> None:
-        """Note that the next bytes have arrived."""
+        """Note that the next bytes of the buffer, those in `bucket`, have arrived."""
         self._bytes += bucket.numel()
         whole = self._bytes // DIGEST_BLOCK_BYTES if self._bytes < self._data.numel() else len(self._blocks)
         self._hashed += [self._submit(hashlib.sha256, block) for block in self._blocks[len(self._hashed) : whole]]

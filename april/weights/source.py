@@ -123,4 +123,5 @@ class WeightSource:
             self._staged = self.held = None
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the thread, unless it is blocked in a transfer that has not timed out yet."""
+        """End the thread, and wait for at most `timeout_s` until it has ended: it may be blocked in a transfer that has
+        not timed out yet."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Received: TypeAlias = "Callable[[Tensor], object]"
-"""Function that is called with each bucket that has arrived."""
+"""Function that a receiver calls with each bucket of weights once that bucket has arrived; its result is ignored."""
 
 
 class Link:
@@ -53,8 +53,8 @@ class Link:
         """Receive the same buckets in place on the worker's side, by `deadline` (Unix time, seconds)."""
 
     def receive_each(self, buckets: "Iterable[Tensor]", deadline: float, received: "Received") -> None:
-        """As `receive`, and call `received` with each bucket that has arrived. A transport that `forwards` calls it
-        while later buckets still arrive, others at the end."""
+        """Receive the buckets in place by `deadline` (Unix time, seconds), and call `received` with each that has
+        arrived: while later buckets still arrive if the transport `forwards`, otherwise when all have."""
         expected = list(buckets)
         self.receive(expected, deadline)
         for bucket in expected:
@@ -250,7 +250,8 @@ class SharedMemoryTransport(Transport):
             return SharedMemoryLink(peer, mapped(memory.fileno()))
 
     def _borrow(self, peer: socket.socket, content: bytes, descriptors: list[int]) -> "SharedMemoryLink":
-        """Map the shared memory whose descriptor came with the learner's first message."""
+        """The worker's side: map the memory that the learner shares. `content`, `descriptors`: bytes and file
+        descriptors of the learner's first message over `peer`."""
         with os.fdopen(descriptors[0], "r+b") as memory:
             return SharedMemoryLink(peer, mapped(memory.fileno()))
 

@@ -26,13 +26,14 @@ class Limits:
 
 
 FROM_PEER = Limits(frame_bytes=4 << 20, frames=4, arrays=2, message_bytes=8 << 20, body_bytes=256 << 10)
-"""Bounds on messages to the broker or the learner's publisher. The largest are reports."""
+"""Bounds (bytes, frames, arrays) on a message that a peer sends to the broker or the learner's publisher. The largest
+messages are reports."""
 MAX_REPORT_BYTES, MAX_REPORT_ROWS, MAX_REPORT_CLOSINGS = FROM_PEER.frame_bytes, 8192, 64
 """Maximum number of bytes, rows, and leases ended in one report. A worker that has more to report sends several
 reports, divided between two rows."""
 FROM_BROKER = Limits(frame_bytes=1 << 30, frames=2 + 0xFFFF, arrays=0xFFFF, message_bytes=16 << 30, body_bytes=64 << 20)
-"""Bounds on messages to a peer. The largest are batches (two or four arrays per sample) and manifests of large
-models."""
+"""Bounds (bytes, frames, arrays) on a message that a peer receives from the broker or the learner's publisher. The
+largest messages are batches for the learner, with two or four arrays per sample, and manifests of large models."""
 
 MAX_GRANT_ARRAYS = 4096
 """Maximum number of response arrays in one `Grants` message; further grants go into the next message."""

@@ -122,7 +122,7 @@ def padded_sizes(table: np.ndarray) -> np.ndarray:
 
 
 def select_rows(table: Buffer, payload: Buffer, selected: Sequence[bool]) -> tuple[bytearray, bytes]:
-    """The selected rows of a table, and their padded payloads."""
+    """The rows of a table for which `selected` is true, and their padded payloads, in order: (table, payload)."""
     rows, payloads, view, offset = bytearray(), [], memoryview(payload), 0
     for index, is_selected in enumerate(selected):
         row = table[index * ROW.size : (index + 1) * ROW.size]

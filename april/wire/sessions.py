@@ -152,8 +152,8 @@ def image_parts(name: str, png: bytes) -> Iterator[tuple[KeepImage, list[np.ndar
 
 
 class ImageKept(Message):
-    """Answer to the last part of an image: it is on the broker's disk, and stays there at least ten minutes even if no
-    turn or prompt names it."""
+    """Answer to the last `KeepImage` (part) of an image: the image is on the broker's disk, and stays there at least
+    ten minutes even if no turn or prompt names it; or `fault` says why not."""
 
     name: str
     fault: str = ""

@@ -254,7 +254,8 @@ class BestRequest(Message):
 
 class BestCheckpoint(Message):
     """Answer to `BestRequest`. `step`: of the weights with the best evaluation so far, -1 if there are none;
-    `undecided`: steps of weights whose evaluation is not complete yet. Their checkpoints must be kept."""
+    `undecided`: steps of weights whose evaluation is not complete yet. The checkpoints of all these steps must be
+    kept."""
 
     step: int
     undecided: list[int]

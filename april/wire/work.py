@@ -97,8 +97,9 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     """For each image in the response so far, in order: (name, offset in the response from which its placeholder tokens
     are looked for). The prompt's images come before these. Empty if `scoring`."""
     forks: list[Number] = []
-    """Only if a teacher scores agent sessions. For each fork with sampled tokens, session by session: the offset of its
-    first sampled token. The forks' token arrays follow the response arrays in the message."""
+    """Only if a teacher scores agent sessions. For each fork (branch of a session's conversation) with sampled tokens,
+    session by session: the offset of its first sampled token. The forks' token arrays follow the response arrays in the
+    message."""
     rewarded: bool = False
     """Whether the agent has already set the final reward, so that only the teacher's token scores are needed."""
 
@@ -124,8 +125,8 @@ class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
     details: list[dict[Name, float]]
     """Named components of each reward."""
     superseded: list[tuple[Number, Number]] = []
-    """For an agent session: (fork number, length). An earlier execution of the agent had gone on with this fork; the
-    execution that ended the session has used only the fork's first `length` tokens."""
+    """For an agent session: (fork number, length). An earlier execution of the agent had gone on with this fork, a
+    branch of the conversation; the execution that ended the session has used only the fork's first `length` tokens."""
     state: bytes = b""
     """For an agent session: what the agent left for a verifier that scores the whole group, as MessagePack; may be
     empty."""
@@ -162,8 +163,8 @@ class Closed(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
 
     lease_id: int
     superseded: list[tuple[Number, Number]] = []
-    """(fork number, length). An earlier execution of the agent had gone on with this fork; the execution that ended the
-    session has used only the fork's first `length` tokens."""
+    """(fork number, length). An earlier execution of the agent had gone on with this fork, a branch of the
+    conversation; the execution that ended the session has used only the fork's first `length` tokens."""
     state: bytes = b""
     """State as MessagePack that the agent leaves for the verifier; may be empty."""
 

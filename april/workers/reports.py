@@ -53,7 +53,8 @@ class PendingReport:
         return taken
 
     def take_closing(self) -> tuple[wire.Closing, bytes] | None:
-        """Return the closing message if it is unsent, with the values of its token scores, and mark it as sent."""
+        """Mark the closing message as sent; returns it with the bytes of its token scores, or None if there is none
+        that is unsent."""
         taken = (self.closing, self.values) if self.closing and self.closing_unsent else None
         self.closing_unsent = False
         return taken
@@ -89,7 +90,8 @@ class Reports:
         """Add sampled tokens, int32 [T], with their log-probabilities, float32 [T], as a row of the next report.
 
         `start`: number of response tokens before these. `finish_reason`: "" unless they end the response.
-        `awaits_score`: the score will follow soon, so hold the row back for it.
+        `support`: candidate ids that each token was drawn from; None: the whole vocabulary. `awaits_score`: the score
+        will follow soon, so hold the row back for it.
         """
         parts = [tokens, logprobs, support.counts, support.ids] if support else [tokens, logprobs]
         payload = b"".join(map(np.ndarray.tobytes, parts))
@@ -111,8 +113,8 @@ class Reports:
 
         They are either an environment's observation, with its `state` after it, or tokens of an agent program's
         request, with the request as `state`. `start`: number of tokens before these in the response, or in a session's
-        fork. `parent`: number of the fork from which that fork branches off. `awaits_score`: as for `add_chunk`.
-        `failed`: the environment did not answer, and the tokens tell the policy so.
+        fork. `parent`: number of the fork from which that fork branches off. `awaits_score`: the score will follow
+        soon, so hold the row back for it. `failed`: the environment did not answer, and the tokens tell the policy so.
         """
         payload = tokens.tobytes() + state
         row = observation_row(lease_id, start, len(tokens), finish_reason, payload, failed, clock.now(), parent)

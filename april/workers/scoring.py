@@ -67,8 +67,8 @@ class Scoring:
         self.pool: RewardPool | None = None
         self.teachers = Teachers(config)
         self._unverified: list[Score] = []
-        """Scores that need no verifier of this process: the broker has the reward already, or the verifier is not
-        permitted here."""
+        """Scores, not yet returned by `poll`, for which this process calls no verifier: the broker has the reward
+        already, or this process's configuration does not permit the verifier, and the score is an error."""
         if start_now:
             self._start()
 
@@ -229,7 +229,7 @@ class Scorer:
         self.connection.goodbye()
 
     def stop(self, reason: str) -> None:
-        """Leave after the current pass of the loop; unscored leases go to other scorers."""
+        """Leave after the current pass of the loop, for the `reason`; unscored leases go to other scorers."""
         self.stopping = reason
 
     def run_once(self) -> None:

@@ -89,7 +89,7 @@ class Worker:
             raise self._wrong_weights
 
     def stop(self, reason: str) -> None:
-        """Leave after the current pass of the loop."""
+        """Have `run` leave the run after the current pass of its loop. `reason`: why, for the log; not empty."""
         self.stopping = reason
 
     def run_once(self) -> None:

@@ -53,7 +53,8 @@ class Dialect:
         raise NotImplementedError
 
     def parse(self, body: Body, session: ConversationTree) -> PolicyCall:
-        """The call that a request asks for. Raises Refusal and BadMessages."""
+        """The call of the policy that a request asks for: its messages, tools, limits and stop tokens. Raises Refusal
+        and BadMessages."""
         raise NotImplementedError
 
     def response_body(self, session: ConversationTree, turn: Turn) -> Body:

@@ -34,7 +34,9 @@ class Responses(Dialect):
         return PolicyCall(messages, tools, self.max_tokens(body, "max_output_tokens"))
 
     def _before(self, body: Body, session: ConversationTree) -> list[Message]:
-        """The messages before the input: the conversation of `previous_response_id`, or the instructions."""
+        """The messages before the new input of a request `body`: those of the response named by `previous_response_id`,
+        its answer included, or else the `instructions` as a system message. Raises Refusal if the session has no such
+        response."""
         if previous_id := body.get("previous_response_id"):
             turn = next((turn for turn in session.turns if self._id(session, turn) == previous_id), None)
             if turn is None or turn.messages is None or not turn.complete:
@@ -112,7 +114,8 @@ class Responses(Dialect):
 
 
 def plain_messages(items: Any) -> Iterator[Message]:
-    """Convert input items to messages; text and function calls of one assistant turn become one message."""
+    """Convert the `input` of a request, a text or a list of items, to chat messages; text and function calls of one
+    assistant turn become one message. Raises BadMessages."""
     if isinstance(items, str):
         yield {"role": "user", "content": items}
         return

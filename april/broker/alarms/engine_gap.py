@@ -13,9 +13,9 @@ class EngineGapAlarm(Alarm):
 
     page = "docs/learner.md#learner-and-engine-on-what-is-trained"
     threshold = 4.0
-    """Largest allowed mean gap (difference between the log-probabilities of learner and worker, in nats) if the learner
-    has not measured the gap that rounding causes, as a multiple of the largest mean gap of any worker in the run's
-    first batch."""
+    """Largest allowed ratio of a worker's mean gap (difference between the log-probabilities of learner and worker) to
+    the largest mean gap of any worker in the run's first batch. It is used if the learner has not measured the gap that
+    rounding causes."""
     least, most = 1e-4, 0.6
     """Bounds in nats of the allowed mean gap that `threshold` yields: the gaps that the weight check allows an engine
     in float32 (`least`) and one in 8 bits (`most`)."""

@@ -8,8 +8,8 @@ from april.broker.alarms.starved_engines import slots_while_waiting
 
 @shipped("saturated_engines")
 class SaturatedEnginesAlarm(Alarm):
-    """Raised when all slots were busy, more than eight samples waited for each, and the learner waited for more than
-    half of its time."""
+    """Raised when in a step at least 95 % of the slots were busy, more than eight samples waited for each slot, and the
+    learner waited for more than half of its time."""
 
     steps_in_a_row = 3
     threshold = 8.0

@@ -1,4 +1,4 @@
-"""The alarm about a pace that the staleness bound sets."""
+"""The alarm about a run whose tokens are so old that the staleness bound limits its pace."""
 
 from typing import Any
 

@@ -171,7 +171,7 @@ class ScheduleMachine(Invariants):
                 assert self.ledger.leases.generating <= kind.samples_in_flight(self.section)
 
     def choose(self, version, share_left):
-        """The next sample for a worker with weights `version`, or None. `share_left`: as in `choose_sample`."""
+        """Next sample for a worker with weights `version`, or None. `share_left`: evaluation may take more slots."""
         return choose_sample(self.schedule, self.ledger, version, share_left)
 
     @rule(data=st.data(), count=st.integers(1, RESPONSE_BUDGET), ends=st.booleans())

@@ -107,8 +107,8 @@ def run_to_the_end(
 
 
 def progress(ledger: Ledger) -> tuple[int, ...]:
-    """Counters that grow as a run progresses; generated tokens are not among them. A run in which none grows stands
-    still."""
+    """Counters of a run: last lease id, round, batches made, batches trained, and complete groups that wait for a
+    batch. A run in which none of them grows stands still, even if tokens are generated."""
     steps = ledger.steps
     return ledger.serials.last_lease_id, ledger.rounds.number, steps.next, steps.consumed, len(ledger.ready)
 

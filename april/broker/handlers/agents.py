@@ -64,8 +64,8 @@ class AgentHandler(LeaseHolderHandler):
     # --- observations ---------------------------------------------------------------------------------------
 
     def take_rows(self, peer: Peer, packed: list[wire.PackedArray], now: float) -> None:
-        """Take observations that agents report, each of which begins a turn of the policy; rows are accepted or refused
-        one by one."""
+        """Take observations that agents report, each of which begins a turn of the policy; each row is accepted or
+        refused by itself. `packed`: the report's rows and their payloads."""
         table, payload = self.validator.read(packed, now)
         lease_ids = table["lease_id"].tolist()
         leases = [self.ledger.leases.find(lease_id) for lease_id in lease_ids]
@@ -161,7 +161,8 @@ class AgentHandler(LeaseHolderHandler):
 
     def _choose(self) -> Sample | None:
         """The sample to lease to an agents process next: an evaluation sample while evaluation has less than its share
-        of all sessions, or else a training sample, or else a further evaluation sample."""
+        of all sessions (`evaluation.share`), or else a training sample, or else a further evaluation sample. After the
+        last batch only evaluation samples. None if none waits."""
         evaluated = self.ledger.leases.evaluating_agents
         room = sum(peer.capacity for peer in self.peers.with_role("agents"))
         queue, schedule = self.ledger.queue, self.context.schedule

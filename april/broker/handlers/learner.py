@@ -319,7 +319,7 @@ class LearnerHandler:
 
 
 def wanted(fetch: wire.Fetch, logged: list[LoggedGroup]) -> list[LoggedGroup]:
-    """Those of the groups kept for the sample logs (`logged`) that a learner has asked for."""
+    """Those of the groups kept for the sample logs (`logged`) that the learner's request `fetch` asks for."""
     return [group for group in logged if (fetch.samples if group.head.discarded else fetch.held_out)]
 
 

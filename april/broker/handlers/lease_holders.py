@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
-    """Queue the grant of a lease to its holder. Several grants share a message; it has the task and the prompt of a
-    group once."""
+    """Queue the grant of a lease to its holder. Several grants share a message, in which the task and the prompt of a
+    group stand once."""
     sample = lease.sample.latest_fork if lease.scoring else lease.sample
     group, payloads = sample.group, context.payloads
     grants = context.peers.pending_for(peer).new_leases()
@@ -111,8 +111,9 @@ def teacher_of(context: BrokerContext, group: Group) -> str:
 
 
 def sample_seed(run_seed: int, group: int, index: int, fork_number: int = 0) -> int:
-    """A 63-bit sampling seed, distinct for every fork of every sample of a run, and the same on every resume. `group`:
-    id of the group; `index`: number of the sample in it."""
+    """A 63-bit sampling seed, distinct for every fork of every sample of a run, and the same on every resume.
+    `run_seed`: the run's `seed`; `group`: id of the group; `index`: number of the sample in it; `fork_number`: 0 for
+    the main sample."""
     name = f"{run_seed}/{group}/{index}" + (f"/{fork_number}" if fork_number else "")
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -152,8 +153,8 @@ class LeaseHolderHandler:
     # --- connecting and leaving -----------------------------------------------------------------------------
 
     def hello(self, peer: Peer, hello: wire.Hello, now: float) -> list[int]:
-        """Open the session of a lease holder; returns the ids of the leases that the holder reports, and that the
-        ledger no longer has as its own.
+        """Open the session of a lease holder. Returns the ids of the leases that the holder reports in `hello`, but no
+        longer holds by the ledger.
 
         Another process with the same role and name counts as dead and is told to stop.
         """
@@ -235,7 +236,8 @@ class LeaseHolderHandler:
                 self._accept_give_back(peer, closing, now)
 
     def take_rows(self, peer: Peer, packed: list[wire.PackedArray], now: float) -> None:
-        """Accept the new tokens of a report; the base class refuses them, as only some roles send tokens."""
+        """Accept the new tokens of a report, `packed` (rows and their payloads); the base class refuses them, as only
+        some roles send tokens."""
         raise wire.WireError(f"a {peer.role} generates nothing")
 
     def _accept_score(self, peer: Peer, scored: wire.Scored, now: float, values: bytes) -> None:
@@ -327,8 +329,8 @@ def score_fault(scored: wire.Scored, responses: int) -> str:
 
 def values_by_lease(received: wire.Received) -> dict[int, bytes]:
     """Token-score values (float32) of a report, by lease id; empty if it has none. Raises WireError if their number is
-    not the one that `Report.closings` states. For a score that is split over several reports, it is the number of
-    values still missing, up to what a report can hold."""
+    not the one that `Report.closings` states. If a score is split over several reports, each report has to have all
+    values that are still missing, or as many of them as a report can hold."""
     scored = [closing for closing in received.message.closings if isinstance(closing, wire.TokenScored)]
     if not scored:
         return {}

@@ -233,7 +233,8 @@ class WorkerHandler(LeaseHolderHandler):
                 self.recorder.add_move("done")
 
     def _recall(self, migration: Migration, now: float) -> None:
-        """Ask workers to hand back stragglers that are to migrate to workers with room."""
+        """Ask workers to hand back the stragglers (samples that hold up the next batch) that `migration` chooses, so
+        that workers with room finish them sooner."""
         holders = {peer.uid: peer for peer in self.peers.workers()}
         loads = [WorkerLoad(uid, self._load(peer), self._has_room(peer), peer.step) for uid, peer in holders.items()]
         for move in migration.choose(self.ledger, loads, now):

@@ -46,7 +46,8 @@ class Damaged(JournalError):
     `record`."""
 
     is_of_journal = True
-    """Whether the bytes belong to the journal itself: nothing is then written until an operator has dealt with it."""
+    """Whether the damaged bytes are the journal's own, not those of an image's file beside it (False in a subclass): if
+    so, nothing is written until an operator has dealt with the damage."""
 
     def __init__(self, text: str, record: int = -1, offset: int = 0):
         super().__init__(text)
@@ -72,8 +73,8 @@ def file_starts(folder: Path) -> list[int]:
 
 
 def checked_starts(folder: Path) -> list[int]:
-    """Like `file_starts`, after a check of the folder: a file whose name is not a journal file's is logged and left
-    alone.
+    """Positions at which the journal files of a folder begin, oldest first, after a check: a file whose name is not a
+    journal file's is logged and left alone.
 
     Raises JournalError if two files overlap, so that some journal position lies in both.
     """

@@ -394,7 +394,7 @@ class Journal:
 
 
 def good_records(data: bytes) -> Iterator[tuple[int, int]]:
-    """(offset, `synced` position) of every complete record found anywhere in `data`."""
+    """(offset, position up to which the journal was on disk when it was written) of each complete record in `data`."""
     for match in records.RECORD_START.finditer(data):
         if record := records.decode(data, match.start()):
             yield match.start(), record.synced

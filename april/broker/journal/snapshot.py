@@ -44,7 +44,7 @@ TEMPORARY = ".partial"
 """Suffix of a snapshot file while it is written. The rest of its name is the writer's process id, so that no process
 mistakes the file of a killed process for its own."""
 LENGTH = struct.Struct("<I")
-"""Layout of the length prefix of each piece of a frozen ledger, bytes."""
+"""Layout of a length in bytes: it precedes each piece (the `LedgerImage`, then each group) in what `freeze` returns."""
 HEAD = struct.Struct("<4sI")
 """Layout of a snapshot file's header: format, and crc32 of everything after the header."""
 FORMAT = b"APSC"
@@ -199,7 +199,8 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
 
 
 def header_of(frozen: bytes | bytearray | memoryview) -> RunStarted | None:
-    """The journal's first record, with the run's settings, as stored in a frozen ledger."""
+    """The journal's first record, with the run's settings, from the bytes `frozen` that `freeze` has made of a ledger;
+    None if the ledger had none yet."""
     return _decoder.decode(next(_pieces(memoryview(frozen)))).parts.header
 
 
@@ -284,11 +285,11 @@ class SnapshotStore:
                 log.warning("snapshot %s is damaged, or of another April, and passed over", self._path(position))
 
     def write(self, position: int, frozen: bytearray, previous: int | None = None) -> None:
-        """Write the ledger state `frozen` as the snapshot at journal position `position`, and delete all earlier ones
-        but one: the fallback in case the new snapshot is damaged.
+        """Write `frozen`, the bytes that `freeze` has made of the ledger, as the snapshot at journal position
+        `position`, and delete all earlier ones but one: the fallback in case the new snapshot is damaged.
 
-        The fallback is the snapshot at `previous`, which was read back successfully, or else the newest earlier one.
-        Raises OSError, with the earlier snapshots unchanged.
+        The fallback is the snapshot at `previous`, which was read back successfully, or, if that is None, the newest
+        earlier one. Raises OSError, with the earlier snapshots unchanged.
         """
         for leftover in self.folder.glob(f"*{TEMPORARY}"):
             leftover.unlink(missing_ok=True)

@@ -51,17 +51,19 @@ class StalenessBound:
             del self._due[deadline]
 
     def holds(self, next_step: int) -> bool:
-        """Whether the invariant holds with k = `next_step` for the groups counted now."""
+        """Whether the bound's invariant (see the class) holds for the groups counted now, with k = `next_step` as the
+        next batch."""
         return self._holds(self._due, next_step)
 
     def survives(self, next_step: int, opened_at: int) -> bool:
-        """Whether the invariant would hold, with k = `next_step`, with one more group first leased at step
-        `opened_at`."""
+        """Whether the bound's invariant (see the class) would still hold, with k = `next_step` as the next batch, if
+        one more group were opened by a worker at policy step `opened_at`."""
         deadline = self.deadline(opened_at)
         return self._holds({**self._due, deadline: self._due[deadline] + 1}, next_step)
 
     def survives_delivery(self, next_step: int, delivered: Mapping[int, int]) -> bool:
-        """Whether the invariant would still hold once batch `next_step` is delivered, for the batch after it.
+        """Whether the bound's invariant (see the class) would hold for batch `next_step` + 1 after the delivery of
+        batch `next_step`.
 
         `delivered`: number of groups in batch `next_step` by the policy step at which they were opened.
         """
@@ -145,16 +147,17 @@ class LengthCohorts(msgspec.Struct):
 
     cohort_groups: int
     settled: int = 0
-    """Number of settled cohorts; cohorts settle in order."""
+    """Number of settled cohorts: those whose groups are all trained or discarded. Cohorts settle in order, so this is
+    also the number of the first one that is not settled."""
     created: Lengths = msgspec.field(default_factory=Counter)
     trained: Lengths = msgspec.field(default_factory=Counter)
     waiting: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
-    """(created, trained): lengths of all responses, and of the trained ones, of each group that has ended and whose
-    cohort is not settled; by cohort, then by the group's ordinal."""
+    """(created, trained): lengths of all responses, and of the trained ones, of each group that is trained or discarded
+    while other groups of its cohort are not; by number of the cohort, then by number of the group."""
     lately_trained: deque[list[int]] = msgspec.field(default_factory=deque)
     lately_created: deque[list[int]] = msgspec.field(default_factory=deque)
-    """Response lengths of the newest trained groups (`lately_trained`), and of the newest groups in settled cohorts
-    (`lately_created`)."""
+    """Response lengths, a list for each group, of the newest trained groups (`lately_trained`), and of the newest
+    groups in settled cohorts, trained or discarded (`lately_created`); `recent_groups` groups each at most."""
 
     def __post_init__(self) -> None:
         self.lately_trained = deque(self.lately_trained, maxlen=self.recent_groups)

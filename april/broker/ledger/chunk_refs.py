@@ -19,6 +19,8 @@ step; `EQUAL` + tokens minus the full reference's tokens.
 Full: low 32 bits of the record position; checksum; offset; `CHUNK` or `ODD`; tokens, with the `OBSERVED` bit; step;
 high bits of the record position | low 16 bits of the incarnation << 16; high 8 bits of the incarnation.
 An `ODD` reference has a further unit with payload size and incarnation.
+The constants: a unit's last byte is `CHUNK` in a full reference of a chunk, `ODD` in any other full reference, and
+less in a delta, where `EQUAL` stands for no difference; `OBSERVED` is the bit that is set for an observation.
 """
 EQUAL, ODD, CHUNK = 126, 254, 255
 WORD, LOW, OBSERVED = 32, (1 << 32) - 1, 1 << 31

@@ -169,7 +169,7 @@ class SessionLost(Event):
 
 
 class SampleScored(Event):
-    """A sample has its score; its lease ends."""
+    """A sample has its score, and the lease `lease_id` ends."""
 
     lease_id: int
     reward: float
@@ -185,8 +185,8 @@ class TokensScored(Event):
 
     lease_id: int
     columns: list[dict[str, int]]
-    """One mapping for each response of the lease (in a session: for each fork in which the policy has sampled tokens):
-    number of values of each token score, by its name. They are in the order of the values."""
+    """For each response of the lease (in a session: for each fork in which the policy has sampled tokens), in order:
+    the number of values of each token score, by its name. The event's array has the values in this order."""
     feedback: list[str] = []
     """For each response, the text that its verifier gave beside the reward, or ""; empty if no response has any."""
 
@@ -204,8 +204,10 @@ class LeaseEnded(Event):
 
     lease_id: int
     cause: str
-    """Cause of the end: abort | leave | recall | lost | expired | generation_failed | environment_failed |
-    scoring_failed | agent_failed"""
+    """Cause of the end. Given back: abort (the round has ended, or a drain has begun), recall (another worker is to go
+    on), leave (the holder ends, or an agent's session is no longer needed, as the last batch is made). Otherwise: lost
+    (the holder is gone), expired (not renewed, or held for longer than `broker.max_run_s`). A failed attempt:
+    generation_failed | environment_failed | scoring_failed | agent_failed."""
     error: str = ""
     at: float = 0.0
     """Time at which the lease ended, Unix seconds; 0 if unknown."""
@@ -240,7 +242,8 @@ class EvaluationRestarted(Event):
 
 
 class DrainStarted(Event):
-    """A drain has started: no lease is granted, and workers have to hand back leases up to the watermark."""
+    """A drain has started: no lease is granted, and workers have to hand back the training samples that they hold under
+    lease ids up to `watermark`."""
 
     watermark: int
 
@@ -254,14 +257,15 @@ class RoundStarted(Event):
 
 
 class RoundEnded(Event):
-    """A round has ended: workers have to hand back leases up to the watermark."""
+    """A round has ended: workers have to hand back the training samples that they hold under lease ids up to
+    `watermark`."""
 
     round: int
     watermark: int
 
 
 class BatchDelivered(Event):
-    """Batch `step` has been made of these groups."""
+    """Batch `step` has been made of the groups with the ids `groups`."""
 
     step: int
     groups: list[int]

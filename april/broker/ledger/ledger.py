@@ -62,7 +62,8 @@ class Ledger(LedgerState):
         write: Write = lambda event, arrays: None,
         group_scored: Callable[[bool, int, int], bool] = lambda evaluation, epoch, row: False,
     ):
-        """`group_scored(evaluation, epoch, row)`: whether one verifier call scores all samples of that prompt."""
+        """`write`: writes an event ahead to the journal. `group_scored(evaluation, epoch, row)`: whether one verifier
+        call scores all samples of that prompt."""
         super().__init__(rules)
         self.write = write
         self.clock = 0.0
@@ -78,7 +79,7 @@ class Ledger(LedgerState):
         TRANSITIONS[type(event)](self, event, reference)
 
     def commit(self, event: events.Event, arrays: Sequence[EventArray] = ()) -> None:
-        """Write an event to the journal, then apply it; a `TimePassed` goes first if the last is `CLOCK_S` old."""
+        """Write an event to the journal, then apply it; a `TimePassed` goes first if the last is `CLOCK_S` s old."""
         if self.clock - self.now >= CLOCK_S and self.header:
             passed = events.TimePassed(self.clock)
             self.apply(passed, self.write(passed, ()))
@@ -132,10 +133,8 @@ class Ledger(LedgerState):
         return lease
 
     def lease_agent(self, sample: Sample, holder: str, expires_at: float) -> Lease:
-        """Lease a session that no process runs to the agents process `holder`, which reports observations and ends it.
-
-        A turn that a worker is generating goes on meanwhile.
-        """
+        """Lease an agent session, which no process runs at the moment, to the agents process `holder`: that reports the
+        session's observations and ends it. If a worker is generating a turn of the session, it goes on."""
         if not self.rules.agents or not needs_agent(sample):
             raise LedgerError(f"sample {sample.group.id}.{sample.index} lacks no agent")
         lease_id = MAX_FORKS * (self.serials.last_lease_id // MAX_FORKS + 1)
@@ -158,10 +157,8 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def lose_session(self, sample: Sample) -> None:
-        """End a sample whose agent stopped and whose session cannot be replayed.
-
-        The end is neither an attempt nor a dead letter; a group left too small is discarded as `not_replayed`.
-        """
+        """End a sample whose agent stopped and whose session cannot be replayed: no failed attempt is counted. A group
+        left with fewer live samples than it needs is discarded for the reason `not_replayed`."""
         if not self.rules.agents or not needs_agent(sample) or not sample.session_started:
             raise LedgerError(f"sample {sample.group.id}.{sample.index} has nothing that would be replayed")
         self.commit(events.SessionLost(sample.group.id, sample.index))
@@ -236,15 +233,16 @@ class Ledger(LedgerState):
     def add_chunk(
         self, lease_id: int, start: int, count: int, version: Version, finish_reason: str = "", payload: bytes = b""
     ) -> Verdict:
-        """Accept a chunk of `count` tokens from offset `start` on. `finish_reason`: "" while the response goes on."""
+        """Accept `count` new tokens from offset `start` of the response on. `finish_reason`: "" while the response goes
+        on; `payload`: ids and log-probabilities of the tokens, as in `wire.rows`."""
         row = chunk_row(lease_id, start, count, version, finish_reason, payload)
         return self.add_chunks(pack_rows([row]), payload)[0]
 
     def score(
         self, lease_id: int, reward: float, details: dict[str, float] | None = None, superseded: Superseded = ()
     ) -> Verdict:
-        """Score a sample, or a session by its agents process; `superseded`: see `events.AgentClosed`. If the agent has
-        set a reward before, that is kept."""
+        """Score the sample of a lease, or a session under the lease of its agents process. A reward that the agent has
+        set before is kept. `superseded`: see `events.AgentClosed`."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
@@ -269,7 +267,8 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def end_lease(self, lease_id: int, cause: str, error: str = "", at: float = 0.0) -> Verdict:
-        """End a lease (`events.LeaseEnded`): the sample waits again, or dies of too many failures, as may its group."""
+        """End a lease for the `cause` (see `events.LeaseEnded`) at the time `at` (Unix seconds, 0: unknown): its sample
+        waits again or, after too many failures, dies, which may end its group."""
         if lease_id not in self.leases:
             return Verdict.FENCED
         self.commit(events.LeaseEnded(lease_id, cause, error, at))
@@ -316,7 +315,8 @@ class Ledger(LedgerState):
             del self.unfiltered[0]
 
     def requeue(self, group: int) -> Verdict:
-        """Have the prompt of a group discarded for a dead sample drawn again, before fresh ones; once per group."""
+        """Have the prompt of `group`, which was discarded because a sample died, drawn again before fresh prompts. A
+        group's prompt is drawn again once at most."""
         letter = self.dead_letters.find(group)
         if letter is None or letter.outcome == "without_it":
             return Verdict.INVALID
@@ -359,7 +359,7 @@ class Ledger(LedgerState):
         return sorted(self.ready.oldest(groups), key=lambda group: group.id)
 
     def deliver(self, groups: list[Group]) -> int:
-        """Make groups the next batch, irrevocably; returns its number. Raises LedgerError for a `batch_fault`."""
+        """Make groups the next batch, irrevocably; returns its number. Raises LedgerError if `batch_fault` objects."""
         if fault := self.batch_fault(groups):
             raise LedgerError(f"batch {self.steps.next} {fault}")
         self.commit(events.BatchDelivered(step := self.steps.next, [group.id for group in groups]))

@@ -42,8 +42,8 @@ class WaitingSamples:
         self._pushes_to_cleaning = max(CLEANING_PUSHES, sum(map(len, self._by_step.values())))
 
     def first(self, step: int) -> list[tuple[Order, int, Sample]] | None:
-        """The heap of (order, arrival number, sample) whose head is the first sample for a worker at policy step
-        `step`; None if no sample waits for such a worker."""
+        """The heap of (order, arrival number, sample) whose head is the first of the samples that a worker at policy
+        step `step` may take (`first_step` up to `step`); None if there is none."""
         first = None
         for first_step, heap in list(self._by_step.items()):
             if first_step > step:
@@ -57,7 +57,8 @@ class WaitingSamples:
         return first
 
     def take(self, step: int) -> Sample | None:
-        """Remove and return the first sample for a worker at policy step `step`; None if there is none."""
+        """Remove and return the first of the samples that a worker at policy step `step` may take (`first_step` up to
+        `step`); None if there is none."""
         first = self.first(step) if self._by_step else None
         return heapq.heappop(first)[2] if first else None
 
@@ -107,8 +108,8 @@ class HandOutQueue:
         heapq.heappush(self._without_agent[sample.group.evaluation], (order, next(self._arrivals), sample))
 
     def take_for_agent(self, evaluation: bool) -> Sample | None:
-        """Remove and return a training sample or, with `evaluation`, an evaluation sample whose agent runs in no agents
-        process; None if there is none."""
+        """Remove and return a sample that no agents process runs: a training sample or, with `evaluation`, an
+        evaluation sample. None if none waits."""
         heap = self._without_agent[evaluation]
         while heap:
             sample = heapq.heappop(heap)[-1]
@@ -138,8 +139,8 @@ class HandOutQueue:
         return self._lost.take(step) or self._started.take(step)
 
     def take_due(self, step: int, opened_by: int) -> Sample | None:
-        """Remove and return a sample of a group first leased at policy step `opened_by` or before; None if there is
-        none."""
+        """Remove and return a sample, for a worker at policy step `step`, of a group that was first leased at policy
+        step `opened_by` or before; None if there is none."""
         heap, lost = self._started.first(step), self._lost.first(step)
         if lost and (not heap or lost[0][0] < heap[0][0]):
             heap = lost

@@ -39,8 +39,8 @@ class RowTallies:
         """Moving mean of the accuracy of each row's complete groups: a new group weighs as much as all before it;
         float64 [n]."""
         self.spread = np.frombuffer(spread, "<f8")
-        """Mean standard deviation of the rewards in each row's complete groups, weighted like `accuracy`; float64
-        [n]."""
+        """Moving mean of the standard deviation of the rewards in each row's complete groups: a new group weighs as
+        much as all before it; float64 [n]."""
         self._stored_rows = len(self.last)
 
     def __iter__(self) -> Iterator[int | bytes]:
@@ -103,6 +103,6 @@ class PromptOrder:
         return cursor
 
     def number_of(self, evaluation: bool, epoch: int, row: int) -> int:
-        """Number, in the dataset, of the row at position `row` of an epoch's order, if results are tallied for a
-        sampler; otherwise -1."""
+        """Number in the dataset of the row at position `row` of an epoch's order, under which a sampler's results are
+        tallied; -1 if they are not: always here, and in a subclass for a prompt of an `evaluation`."""
         return -1

@@ -122,8 +122,8 @@ class Sample(NoAgentDefaults):
         return max((end for _, end, _ in self.segments), default=0)
 
     def cached_by(self, step: int) -> str:
-        """Uid of the worker that still has the sample's prefix in its KV cache while its weights are at policy step
-        `step`; "" for none."""
+        """Uid of the worker that keeps the sample's prefix in its KV cache, if the prefix was sampled last with weights
+        of policy step `step`, so that the cache is valid for them; "" for none."""
         return self.cache_worker if self.state is SampleState.PARTIAL and self.last_step == step else ""
 
     @property
@@ -222,7 +222,7 @@ class Sample(NoAgentDefaults):
 
     @property
     def chunk_refs(self) -> Iterator[ChunkRef]:
-        """References to its chunks and observations in the journal, in order."""
+        """References to the sample's chunks and observations in the journal, in order."""
         return chunk_refs_in(self.chunks)
 
     @property
@@ -266,7 +266,7 @@ def as_agent_sample(sample: Sample) -> AgentSample:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Group:
-    """The samples of one prompt draw."""
+    """The samples of a prompt that has been drawn once. If the prompt is drawn again, that is another group."""
 
     id: int
     ordinal: int
@@ -286,7 +286,7 @@ class Group:
     tokens: int = 0
     """Acknowledged response tokens of all samples, without observations."""
     step: int = -1
-    """Step of the batch that contains the group; -1 before delivery."""
+    """Policy step of the batch that contains the group; -1 before delivery."""
     group_scored: bool = False
     """Whether one lease scores all samples of the group together."""
     token_scores: dict[int, tuple[int, int, int, list[str]]] | None = None

@@ -229,7 +229,7 @@ class LedgerState:
         return any(self.open_samples.count(state, evaluation=True) for state in TO_GENERATE)
 
     def ends_with_generation(self, group: Group) -> bool:
-        """Whether a generation lease of `group` ends with the response, so that scoring needs a lease of its own."""
+        """Whether a generation lease ends with its response in this group, so that scoring takes another lease."""
         return self.rules.scored_apart or self.rules.agents or group.group_scored
 
     def is_aborted(self, lease_id: int) -> bool:
@@ -271,8 +271,8 @@ class LedgerState:
             self.queue.push(sample)
 
     def raise_expected_lengths(self, ended: Sample) -> None:
-        """Queue shorter waiting siblings again, since their expected length, and so their order, depends on this
-        response."""
+        """Queue again each sample of the group that waits for generation and is shorter than the finished response
+        `ended`: it is now expected to get as long, which changes its place in the queue."""
         if ended.group.evaluation:
             return
         for sibling in ended.group.samples:
@@ -366,8 +366,8 @@ class LedgerState:
         self.evaluated_versions.pop(step, None)
 
     def end_session(self, sample: Sample, superseded: list[tuple[int, int]]) -> None:
-        """End an agent session: discard incomplete turns, and tokens that only an earlier execution of the agent has
-        received. `superseded`: see `events.AgentClosed`."""
+        """End an agent session: discard incomplete turns, and `superseded` tokens, which only an earlier execution of
+        the agent has received: (fork number, length) means those of this fork after `length` tokens."""
         self.leases.revoke(sample)
         for fork, complete_turns_length, known_length in turn_ends_by_fork(sample, superseded):
             self.cut(fork, complete_turns_length, "unread")

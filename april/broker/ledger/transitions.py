@@ -240,8 +240,8 @@ def on_agent_leased(ledger: LedgerState, event: events.AgentLeased, reference: A
 
 
 def fork_of_row(ledger: LedgerState, session: Lease, row: ReportRow) -> Sample:
-    """The fork to which an agent's row adds tokens; a row with an unknown fork number begins a new fork at its
-    offset."""
+    """The fork of an agent's session to which `row` adds tokens. A row with an unknown fork number begins a new fork of
+    the fork `row.parent`, which shares that fork's tokens up to `row.start`."""
     number = row.lease_id - session.id
     if fork := session.sample.find_fork(number):
         return fork

@@ -102,8 +102,8 @@ def draws_in_order(section: ScheduleSection) -> bool:
 
 
 def check_sampler(section: ScheduleSection, submitted: bool) -> None:
-    """Try the sampler on three invented rows. Raises ConfigError if it cannot be found, fails in that trial, or has no
-    rows to choose from (`submitted`: the trainer submits the prompts)."""
+    """Try the sampler that `section` names on three invented rows. Raises ConfigError if it cannot be found, fails in
+    that trial, or has no rows to choose from, because the trainer brings the prompts (`submitted`)."""
     if draws_in_order(section):
         return
     if submitted:

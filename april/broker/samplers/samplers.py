@@ -11,7 +11,8 @@ from april.broker.ledger.row_tallies import RowTallies
 
 
 def order(rows: RowTallies) -> np.ndarray:
-    """Every prompt once an epoch, in the epoch's seeded order, independent of results."""
+    """Sampler: weight 1 for every row, [n], so each prompt comes once an epoch, in the epoch's seeded order, whatever
+    the results."""
     return np.ones(len(rows.last))
 
 
@@ -19,7 +20,8 @@ vars(order)["in_order"] = True
 
 
 def difficulty(rows: RowTallies) -> np.ndarray:
-    """4 p (1 - p), p a prompt's pass rate: prompts solved half of the time first, those always or never solved last.
+    """Sampler: weight 4 p (1 - p), [n], p a prompt's pass rate: prompts solved half of the time come first, those
+    always or never solved last.
 
     This is the variance p (1 - p) of pass or fail, divided by its maximum 1/4: "Learning to Reason at the Frontier of
     Learnability", arXiv 2502.12272.
@@ -29,7 +31,7 @@ def difficulty(rows: RowTallies) -> np.ndarray:
 
 
 def spread(rows: RowTallies) -> np.ndarray:
-    """The standard deviation of the rewards in a prompt's groups, divided by the largest of all prompts. Prompts whose
-    samples are rewarded most differently come first, whatever the scale of rewards."""
+    """Sampler: the weight, [n], is the standard deviation of the rewards in a prompt's groups, divided by the largest
+    of all prompts. Prompts whose samples are rewarded most differently come first, whatever the scale of rewards."""
     largest = rows.spread.max(initial=0.0)
     return rows.spread / largest if largest > 0 else np.ones(len(rows.spread))

@@ -72,9 +72,9 @@ class ContinuousSchedule(Schedule):
 
     @classmethod
     def variants(cls, section: ScheduleSection) -> dict[str, Mapping[str, Any]]:
-        """Settings that `april simulate` compares, by label. N' being the groups that over-sampling opens, and n the
-        samples in a group: N' n / 2 samples in flight, N' n, and the scenario's `in_flight`; also N' n with the KV
-        cache recomputed at each weight update."""
+        """Settings that `april simulate` compares, by label: keys of [schedule] and their values. With N' the groups
+        that over-sampling opens and n the samples in a group, `in_flight` is N' n / 2, N' n, and what the scenario
+        sets; for N' n also without the KV cache being kept at a weight update."""
         peak = section.over_sampled * section.n_samples_per_prompt
         counts = sorted({peak // 2, peak, section.in_flight or peak})
         return {

@@ -61,7 +61,7 @@ class Schedule:
         messages = drain()                            # leases, chunks, scores, lost workers -> ledger
         for _ in ended_rounds(schedule, ledger):      # calls schedule.advance
             ...                                       # broadcast abort with ledger.rounds.watermark
-        sample = choose_sample(schedule, ledger, worker_step)
+        sample = choose_sample(schedule, ledger, worker_version)      # None: no sample waits
 
     Of the ledger, a schedule may use what `LEDGER_ATTRIBUTES` names.
     """

@@ -1,1 +1,1 @@
-"""Metrics of a run: what is recorded, and the sinks that receive it."""
+"""Metrics of a run: what is recorded, and the metric loggers (`operations.sinks`) that receive it."""

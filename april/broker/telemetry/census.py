@@ -26,8 +26,8 @@ class QueueSnapshot:
     """Age of the oldest training group with a sample in a state, by state: seconds since it was opened or, if later,
     the broker started."""
     evaluation_age_s: dict[str, float] = field(default_factory=dict)
-    """Age of the oldest evaluation group with a sample in a state, by state: seconds, measured as in
-    `training_age_s`."""
+    """Age of the oldest evaluation group with a sample in a state, by state: seconds since it was opened or, if later,
+    the broker started."""
     oldest_waiting_s: float = 0.0
     """Age of the oldest group with a sample that waits for a lease: seconds since it was opened or, if later, the
     broker started."""

@@ -36,7 +36,8 @@ def summarise(rewards: list[list[float]], samples: int) -> dict[str, Any]:
 
 
 def describe_set(groups: list[Group], samples: int, version: Version | None) -> dict[str, Any]:
-    """Scores of a set of held-out prompts with `samples` samples each, evaluated on `version`.
+    """Scores of a set of held-out prompts with `samples` samples each, evaluated on `version`; None: no token of them
+    was sampled.
 
     `reward` is the mean over prompts of the mean reward of their samples, before penalties. `accuracy` is the same of
     the detail `correct`, or None unless that is known of each sample. mean@k and pass@k are of `correct`, or else of
@@ -60,13 +61,13 @@ def describe_set(groups: list[Group], samples: int, version: Version | None) -> 
 
 
 def versions_of(groups: list[Group], version: Version | None) -> set[Version]:
-    """Versions that sampled any token of the samples that count in an evaluation on `version`."""
+    """Versions that sampled any token of the samples that count in an evaluation on `version`; None: none counts."""
     return {of for group in groups for sample in evaluated_samples(group, version) for of in versions_in(sample)}
 
 
 def evaluated_samples(group: Group, version: Version | None) -> list[Sample]:
-    """The scored samples of a held-out prompt whose tokens were all sampled under `version`. None of a discarded
-    group's: some of its samples were not evaluated."""
+    """The scored samples of a held-out prompt whose tokens were all sampled under `version`; [] for a discarded group,
+    some of whose samples were not evaluated."""
     if group.state is GroupState.DISCARDED:
         return []
     return [s for s in group.samples if s.state is SampleState.DONE and versions_in(s) == {version}]
@@ -84,7 +85,7 @@ def score_of(result: dict[str, Any], name: str) -> float | None:
 
 def is_complete(result: dict[str, Any], name: str) -> bool:
     """Whether every prompt of the evaluation set `name` was evaluated; prompts that failed count as evaluated.
-    `result`: as for `score_of`."""
+    `result`: what `Recorder.record_evaluation` returned."""
     return not sets_of(result).get(name, {}).get("not_evaluated", 0)
 
 

@@ -43,13 +43,15 @@ def describe_lengths(lengths: Lengths) -> dict[str, float] | None:
 
 
 def describe_with_count(lengths: Lengths) -> dict[str, float] | None:
-    """`describe_lengths` with the number of responses in addition."""
+    """Mean, percentiles and maximum of response lengths in tokens (`describe_lengths`), and the number of `responses`;
+    None without responses."""
     described = describe_lengths(lengths)
     return described and described | {"responses": lengths.total()}
 
 
 def summarise_cohorts(cohorts: LengthCohorts) -> dict:
-    """Entry `lengths` of summary.json: created and trained lengths of settled cohorts, and the ratio of their means."""
+    """Entry `lengths` of summary.json: lengths of created and of trained responses, and the ratio of their means. Only
+    settled cohorts count: those whose groups are all trained or discarded."""
     ratio = (
         mean_length(cohorts.trained) / mean_length(cohorts.created)
         if cohorts.trained and any(cohorts.created)
@@ -95,9 +97,10 @@ class LengthDrift:
 
 
 def drift_of(cohorts: LengthCohorts) -> LengthDrift | None:
-    """Drift between the newest trained and the newest created groups; None until both windows are full.
+    """Distance between the response lengths of the newest trained and of the newest created groups; None until there
+    are enough of both: `LengthCohorts.recent_groups` each.
 
-    The first batches of a run consist of the shortest responses, and are no longer in the windows when these are full.
+    The first batches of a run consist of the shortest responses; by then they are no longer among the newest.
     """
     trained, created = cohorts.lately_trained, cohorts.lately_created
     if min(len(trained), len(created)) < cohorts.recent_groups:
@@ -125,8 +128,9 @@ def measure_drift(trained: list[list[int]], created: list[list[int]], seed: int 
     first, second = up_to.sum(axis=1)
 
     def distances(moved: np.ndarray) -> np.ndarray:
-        """Kolmogorov–Smirnov distance after each exchange. `moved`: float [exchanges, points], by which the exchange
-        raises the trained side's cumulative counts at each point, and lowers the created side's."""
+        """Kolmogorov–Smirnov distance between the two sides' length distributions after each exchange of groups, float
+        [exchanges]. `moved`: float [exchanges, points]: number of responses of at most the point's length by which an
+        exchange raises the trained side's count and lowers the created side's."""
         left, right = first + moved, second - moved
         return np.abs(left / left[:, -1:] - right / right[:, -1:]).max(axis=1)
 

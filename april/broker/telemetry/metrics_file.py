@@ -322,8 +322,8 @@ class MetricsFile:
                 yield record
 
     def complete(self, evaluated: dict[int, dict[str, Any]]) -> None:
-        """Append a line for each evaluation (result by policy step) whose line an earlier broker did not write before
-        it died; call after `later_steps`."""
+        """Append a line for each evaluation whose line an earlier broker did not write before it died; call after
+        `later_steps`. `evaluated`: policy step -> result of its evaluation."""
         known = {record["step"] for record, _ in self._lines if not is_step(record)}
         for step in sorted(evaluated.keys() - known - set(self.summary.evaluated)):
             self.append_evaluation(evaluated[step])
@@ -378,8 +378,8 @@ def without_timeline(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class EarlierTokens(msgspec.Struct):
-    """Token counts of earlier brokers of the run: `refused` tokens, and tokens that workers sampled and never got
-    acknowledged."""
+    """Token counts of earlier brokers of the run: tokens that the broker refused (`refused`), and tokens that workers
+    sampled and the broker neither acknowledged nor refused (`emitted_unacked`)."""
 
     emitted_unacked: int = 0
     refused: int = 0

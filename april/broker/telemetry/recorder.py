@@ -78,7 +78,7 @@ class StepCounts:
 
 
 class Recorder:
-    """Counts what happens in a run, and writes it to metrics.jsonl, summary.json and the sinks."""
+    """Counts what happens in a run, and writes it to metrics.jsonl, summary.json and the loggers `operations.sinks`."""
 
     def __init__(
         self,
@@ -135,14 +135,14 @@ class Recorder:
         self.acknowledged: dict[tuple[str, str], int] = {}
         """Value of `accepted` at the last finished sync: the accepted chunks and tokens that are on disk."""
         self.environment: Counter[str] = Counter()
-        """As `StepCounts.environment`, since the broker started."""
+        """`observations` of environments, their `tokens`, and answers not given (`failed`), since the broker began."""
         self.moves: Counter[str] = Counter()
         """Number of stragglers that workers were `asked` to hand back for migration, and of moves that are `done`,
         since the broker started."""
         self._step = StepCounts()
         self._settled = ledger.cohorts.created.copy()
-        """Number of created responses by length in tokens, in the cohorts that were settled when the last step was
-        recorded."""
+        """Responses by length (tokens) in `ledger.cohorts.created` at the last recorded step: those of cohorts (groups
+        created one after the other) of which each group is trained or discarded."""
         self._drift: LengthDrift | None = None
         self._drift_due = 0.0
 
@@ -212,7 +212,7 @@ class Recorder:
         return self.steps[step]
 
     def sync_mark(self) -> SyncMark:
-        """Mark of the state that the next sync of the journal will put on disk."""
+        """What the sync of the journal that begins now will put on disk; `synced` gets it at the sync's end."""
         return SyncMark(dict(self.accepted), self.metrics_file.waiting)
 
     def synced(self, mark: SyncMark) -> None:
@@ -237,8 +237,8 @@ class Recorder:
         return next(reversed(self.steps.values()), {})
 
     def _compare(self, step: int, replayed: dict[str, float]) -> None:
-        """Compare the loss of a replayed step with the logged one: if they differ, the weights differ from those
-        published before."""
+        """Compare the loss of a step trained again after a restart (`replayed`: its metrics) with the logged one, and
+        count the result in `replays`. If they differ, warn that the weights are no longer the published ones."""
         logged = self.steps[step]["learner"]
         if "loss" not in logged or "loss" not in replayed:
             return
@@ -400,8 +400,8 @@ def same_loss(logged: float | None, replayed: float) -> bool:
 
 
 GAP_FIGURES = {"tokens", "mean", "largest", "age"}
-"""Figures about the gap between each worker's log-probabilities and the learner's: number of tokens compared, mean and
-largest gap, and age in policy steps of the weights that sampled them. They come as learner metrics named
+"""Figures about each worker's gap, |its log-probability of a token - the learner's| (nats): number of tokens compared,
+mean and largest gap, age in policy steps of the weights that sampled them. They come as learner metrics named
 ENGINE_GAP_PREFIX + FIGURE + _ + WORKER."""
 
 Figures = dict[str, float]
@@ -440,10 +440,10 @@ def discarded_groups(ledger: Ledger) -> dict[str, int]:
 
 
 def failed_share(ledger: Ledger) -> dict[str, float]:
-    """Share of prompts that failed for good; it reveals a reward function that fails on one kind of label.
+    """Share (0 to 1) of prompts that failed for good; it reveals a reward function that fails on one kind of label.
 
-    `training`: share of the groups that were trained or discarded for a dead sample. `evaluation`: share of the prompts
-    of the last evaluation. Both are 0 without such groups or prompts.
+    `training`: of the groups that were trained, or discarded because a sample used up its attempts. `evaluation`: of
+    the prompts of the last evaluation. Both are 0 without such groups or prompts.
     """
     counts, last = ledger.account.counts, ledger.evaluated[max(ledger.evaluated)] if ledger.evaluated else {}
     failed = {"training": counts[DEAD_SAMPLE], "evaluation": last.get("failed", 0)}
@@ -473,7 +473,7 @@ def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:
 
 
 def describe_ages(ages: Mapping[int, int]) -> dict[str, Any]:
-    """Mean and maximum staleness in steps, and number of tokens at each staleness."""
+    """`mean` and `max` staleness in policy steps, and `tokens_by_age`. `ages`: number of tokens by staleness."""
     total = sum(ages.values())
     mean = sum(age * tokens for age, tokens in ages.items()) / total if total else 0.0
     return {

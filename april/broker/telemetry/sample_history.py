@@ -50,10 +50,10 @@ class GroupHistory:
 
     opened_at: float
     spans: list[bytes]
-    """Packed spans of each sample, by index of the sample in the group."""
+    """Time spans in which a process held each sample, by the sample's index in the group: a series of `SPAN`s."""
     delivered_at: float = 0.0
     fork_spans: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """Packed spans of each fork, by (sample index, fork number)."""
+    """Time spans in which a process held each fork, by (sample index, fork number): a series of `SPAN`s."""
 
     def spans_of(self, sample: Sample) -> bytes:
         if sample.main_sample is None:
@@ -137,7 +137,7 @@ class SampleHistory:
         return self._groups.get(group.id) or empty_history(group)
 
     def spans(self, sample: Sample) -> Iterator[wire.SampleSpan]:
-        """Spans of a sample so far, in the order in which they began."""
+        """Time spans in which a process has held the sample so far, in the order in which they began."""
         packed = self.of_group(sample.group).spans_of(sample)
         for kind, how, holder, began, ended, start, end in SPAN.iter_unpack(packed):
             yield wire.SampleSpan(KINDS[kind], name_of(self._holders[holder]), began, ended, start, end, ENDS[how])
@@ -282,15 +282,16 @@ class SampleHistory:
         )
 
     def _begin(self, sample: Sample, kind: int, holder: str, now: float, length: int) -> None:
-        """Begin a span of a sample, whose response has `length` tokens now. A span of the same kind (index in `KINDS`)
-        that has not ended is ended as void."""
+        """Begin, at Unix time `now`, a span in which the process `holder` (its uid) has the sample. `kind`: index in
+        `KINDS`; a span of this kind that has not ended is ended as void. `length`: tokens of the response now."""
         if history := self._training_history(sample.group):
             history.end(sample, now, length, "void", [kind])
             span = SPAN.pack(kind, 0, self._holder_index(holder), now, now, length, length)
             history.set_spans(sample, history.spans_of(sample) + span)
 
     def _end(self, sample: Sample, kind: int, now: float, length: int, how: str) -> None:
-        """End the newest span of this kind, if it has not ended; `length`, `how`: as for `GroupHistory.end`."""
+        """End, at Unix time `now`, the sample's newest span of this `kind` (index in `KINDS`), if it has not ended.
+        `length`: tokens of the response at its end; `how`: one of `ENDS`."""
         if history := self._training_history(sample.group):
             history.end(sample, now, length, how, [kind])
 

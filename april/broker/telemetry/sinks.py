@@ -226,8 +226,8 @@ class BackgroundSink(Sink):
             raise self._error
 
     def _write(self, step: int, time: float, figures: dict[str, float]) -> None:
-        """Write an entry, as `write` does. If the service refuses its metrics' names, plain names are used for it and
-        for all later entries."""
+        """Write an entry by `write` (`time`: Unix seconds; `figures`: metrics by name). If the service refuses the
+        names of the metrics, plain names (`plain_names`) are used for this entry and all later ones."""
         plain = plain_names(figures)
         if self._needs_plain_names or plain.keys() == figures.keys():
             return self.write(step, time, plain)

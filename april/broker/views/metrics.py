@@ -41,7 +41,7 @@ class MetricsSnapshot(NamedTuple):
 
     run: RunStatus
     before: RunStatus | None = None
-    """The status of the snapshot before, about a second older."""
+    """The status of the snapshot before, about a second older; None in the first snapshot."""
     outbox_messages: int = 0
     """Messages queued for peers that do not read at present."""
     syncs: Histogram = Histogram()
@@ -307,7 +307,7 @@ april_last_pass_age_seconds."""
 
 
 def series(snapshot: MetricsSnapshot) -> dict[str, Series]:
-    """The values of all metrics that have any, by name."""
+    """The values of all metrics that have any: metric name -> {values of the metric's labels: value}."""
     found = ((name, spec.series(snapshot)) for name, spec in METRICS.items())
     return {name: values for name, values in found if values is not None}
 
@@ -318,7 +318,8 @@ def newest_evaluation(run: RunStatus) -> dict[str, Any]:
 
 
 def acknowledged_per_second(run: RunStatus, before: RunStatus | None) -> dict[str, float]:
-    """Tokens acknowledged per second between two statuses, by name of the worker, for the workers that are in both."""
+    """Tokens acknowledged per second since the status `before`, by name of the worker, for the workers that are in both
+    statuses; {} if `before` is None."""
     known = {worker.uid: worker.acknowledged for worker in before.workers} if before else {}
     return {
         worker.name: (worker.acknowledged - known[worker.uid]) / (run.at - before.at)
@@ -395,7 +396,8 @@ class Exporter:
     """
 
     def __init__(self, host: str, port: int, stuck_after_s: float, host_names: Iterable[str] = ()):
-        """`host_names`: further names by which clients address the server. `stuck_after_s`: as for `judge_health`."""
+        """`host_names`: further names by which clients address the server. `stuck_after_s`: seconds without a pass of
+        the broker's loop after which /health reports it as stuck."""
         self.stuck_after_s = stuck_after_s
         self.snapshot: MetricsSnapshot | None = None
         self.passed_at = clock.now()

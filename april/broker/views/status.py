@@ -45,11 +45,12 @@ class WorkerStatus(HolderStatus, frozen=True, kw_only=True):
     acknowledged: int
     """Tokens that the broker has acknowledged to the worker as on disk."""
     gap: dict[str, float] | None
-    """The worker's entry of `RunStatus.engine_gaps`."""
+    """How far the worker's log-probabilities are from the learner's, as in `RunStatus.engine_gaps`; None if the newest
+    step has no figures of this worker."""
     does: dict[str, Any] | None
     """Use of the worker's slots, as `slot_usage` describes it; None in a status read with `bottleneck=False`."""
     loop: dict[str, Any] | None
-    """Position of the worker's main loop, as `loop_state` describes it."""
+    """Position of the worker's main loop, as `loop_state` describes it; None if the worker does not report it."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +68,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float
     """Seconds since the broker started."""
     eta_s: float | None
-    """Estimated seconds for the remaining steps."""
+    """Estimated seconds for the remaining steps; None before two steps."""
 
     step: int
     """Policy step: number of batches that the learner has consumed."""
@@ -75,13 +76,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     delivered: int
     """Number of batches made so far: the learner has trained them or may fetch them."""
     durable: int
-    """Policy step of the learner's newest checkpoint."""
+    """Policy step of the learner's newest checkpoint; 0 without one."""
     replays: dict[str, int]
     reward: float | None
     """Mean reward of the newest recorded step; None before the first."""
     rollout_tokens_per_s: float
     staleness: dict[str, Any]
-    """Staleness of the newest step's tokens, in steps."""
+    """Staleness of the newest step's tokens, in steps: `mean` and `max` and, once a step is recorded, the number of
+    tokens at each staleness (`tokens_by_age`) and the largest permitted one (`bound`)."""
     max_staleness: int
     length_drift: dict[str, Any] | None
     engine_gaps: dict[str, dict[str, float]]
@@ -239,7 +241,7 @@ def read_status(context: BrokerContext, now: float, bottleneck: bool = True) -> 
 
 
 def holders(context: BrokerContext, role: str) -> list[HolderStatus]:
-    """The connected lease holders of a role, by name."""
+    """The connected lease holders of a role, sorted by name."""
     return [
         HolderStatus(name=peer.name, capacity=peer.capacity, leased=len(context.ledger.leases.held.get(peer.uid, ())))
         for peer in sorted(context.peers.with_role(role), key=lambda peer: peer.name)
@@ -475,8 +477,9 @@ def slot_usage(context: BrokerContext, peer: Peer) -> dict[str, Any]:
 def idle_reason(context: BrokerContext, peer: Peer) -> str:
     """Why a worker has idle slots.
 
-    drain: the broker is drained; weights: the worker has to load the weights that waiting samples need; barrier: the
-    learner has not trained those weights yet; any other value: no sample may be leased to the worker.
+    drain: the broker is drained, or the run is over; weights: the worker has to load newer weights before it may get
+    samples; barrier: the learner has not trained those weights yet; "nothing to hand out": the worker's weights are new
+    enough, but no sample may be leased to it.
     """
     ledger = context.ledger
     if context.run.over or ledger.rounds.draining:

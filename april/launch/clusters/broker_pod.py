@@ -67,7 +67,8 @@ class BrokerContainer:
         return 0
 
     def _wait(self, child: subprocess.Popen) -> int:
-        """Wait for the program's end; pass on a request to stop."""
+        """Wait for the program's end; returns its exit status. If the pod gets SIGTERM meanwhile, tell the program to
+        step aside if the StatefulSet still wants the pod, or else to stop."""
         signalled = False
         while child.poll() is None:
             if self.stopping and not signalled:
@@ -131,7 +132,7 @@ def patch(path: str, change: dict) -> str:
 
 def ask(method: str, path: str, change: dict | None = None) -> http.client.HTTPResponse:
     """Send a request to the Kubernetes API about the object `path`, GROUP/VERSION/KIND/NAME. `method`: of HTTP;
-    `change`: the request's body. Raises OSError, or its subclass HTTPError."""
+    `change`: the request's body as JSON, None for none. Raises OSError, or its subclass HTTPError."""
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
     group, version, kind, name = path.split("/", 3)
     namespace = (ACCOUNT / "namespace").read_text().strip()

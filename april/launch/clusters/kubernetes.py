@@ -33,7 +33,8 @@ class Kubernetes(Launcher):
         return f"april-{text.strip('-')}"[:40].rstrip("-")
 
     def values(self) -> dict[str, Any]:
-        """Values of the manifests, with the resolved configuration and the user's own modules that it names."""
+        """Values, by name, that the manifests are built from: those of [launch], the sizes of the parts' pods, the
+        resolved configuration, and the text of the user's own modules that the configuration names."""
         launch, layout = self.layout.config.launch, self.layout
         modules = {file.name: file.read_text() for file in layout.own_modules()}
         ranks = layout.ranks_a_node
@@ -187,7 +188,7 @@ class TemplateValues(manifests.Values):
         return self.expressions[int(text.strip("_"))] if isinstance(text, Placeholder) else f'"{text}"'
 
     def fill(self, text: str) -> str:
-        """Replace the placeholders in an object's YAML by their template expressions."""
+        """`text`, the YAML of an object, with each `Placeholder` replaced by its expression of the Helm template."""
         text = re.sub(r"__whole_(\d+)__", lambda found: f"{{{{ toJson ({self._expression_of(found)}) }}}}", text)
         return re.sub(r"__(\d+)__", lambda found: f"{{{{ {self._expression_of(found)} }}}}", text)
 

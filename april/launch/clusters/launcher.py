@@ -125,7 +125,7 @@ def check_launch(config: Config, needs_keys: bool) -> None:
 FOLDER, SUBMITTED = "launch", "submitted.json"
 """Folder in the run folder for the submitted files, and the file in it that records what was submitted."""
 COMMAND_TIMEOUT_S = 120.0
-"""Timeout of one command of the cluster."""
+"""Time limit of one command of the cluster, such as `kubectl`, seconds."""
 
 
 class Launcher:
@@ -152,7 +152,8 @@ class Launcher:
         raise NotImplementedError
 
     def submit(self) -> str:
-        """Submit the files in `folder`, and record the ids of what was submitted with `remember`."""
+        """Submit the files in `folder`, and record the ids of what was submitted with `remember`; returns lines for a
+        terminal."""
         raise NotImplementedError
 
     def status(self) -> str:

@@ -19,7 +19,8 @@ NO_RESTARTS = "--restarts=0"
 
 class Ray(Launcher):
     """Launches a run on a Ray cluster. All nodes see the run folder, and the environment with April and Ray, under the
-    same paths. The job reads later requests from the run folder. No data of the run goes through Ray."""
+    same paths. The job reads the wanted number of workers, and requests to stop, from the run folder. No data of the
+    run goes through Ray."""
 
     def files(self) -> dict[str, str]:
         return {PLAN: yaml.dump(self._plan(), Dumper=BlockDumper, sort_keys=False, width=1000), SUBMIT: self._submit()}
@@ -105,6 +106,7 @@ BlockDumper.add_representer(str, _as_block)
 
 
 def needs(cores: int, memory_gb: int, accelerators: int) -> dict[str, int]:
-    """Resources of one part as a bundle of a Ray placement group."""
+    """Resources of one part as a bundle of a Ray placement group: {"CPU": cores, "memory": bytes, "GPU": accelerators},
+    without "GPU" if the part needs none."""
     bundle = {"CPU": cores, "memory": memory_gb * 2**30}
     return bundle | ({"GPU": accelerators} if accelerators else {})

@@ -74,11 +74,11 @@ class Job:
         self.plan = plan
         self.actors: dict[str, Any] = {}
         self.running: dict[Any, str] = {}
-        """Names of running parts by the object reference of their exit status."""
+        """Running parts: Ray's reference to the exit status that is to come -> name of the part."""
         self.statuses: dict[str, int] = {}
         self.locations: dict[str, str] = {}
         self.location_requests: dict[Any, str] = {}
-        """Names of parts by the object reference of their location."""
+        """Parts whose location is not known yet: Ray's reference to the location to come -> name of the part."""
         self.stopping = False
         self.stopping_workers: set[str] = set()
         """Names of workers that were asked to stop."""

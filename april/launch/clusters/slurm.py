@@ -117,8 +117,8 @@ class Slurm(Launcher):
         return "the run is stopping: the learner writes a checkpoint, then all jobs end"
 
     def scale(self, workers: int | None) -> str:
-        """Stop surplus jobs, newest first, or add one job with the missing processes. None: restore the numbers that
-        were asked for last, as a requeued job does."""
+        """Bring the number of worker processes to `workers`: stop surplus jobs, newest first, or add one job with the
+        missing processes. None: restore the numbers that were asked for last, as a requeued job does."""
         wanted = self.layout.counts | self.remembered().get("wanted", {})
         if workers is not None:
             wanted["worker"] = workers
@@ -136,7 +136,7 @@ class Slurm(Launcher):
         return f"asked for {counted(wanted['worker'], 'worker')}"
 
     def _running(self, role: str) -> dict[str, int]:
-        """Number of processes of a role by job id, of pending and running jobs."""
+        """Job id -> number of processes, for each pending or running job whose processes have this role."""
         jobs = [job for job, job_role in self.remembered().get("holders", {}).items() if job_role == role]
         return {job: number for job, number in self._processes().items() if job in jobs}
 

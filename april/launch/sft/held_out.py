@@ -22,8 +22,8 @@ class HeldOutLoss:
         steps: int,
         report: Callable[[int, dict[str, dict[str, float]]], None] | None,
     ):
-        """`sets`: held-out rows by the name of their set, the same on all ranks; `steps`: batches in the run; `report`:
-        gets a step and the figures of each set, on rank 0."""
+        """`sets`: held-out rows by the name of their set, the same on all ranks. `steps`: number of batches in the run.
+        `report`: function (policy step, figures by set) that is called with each result; None except on rank 0."""
         self.trainer, self.sets, self.steps, self.report = trainer, sets, steps, report
 
     def publish(self) -> dict[str, float]:

@@ -23,7 +23,8 @@ from april.util.files import replace_file
 from april.wire.training import Discard
 
 ORDER_FILE = "order.json"
-"""File of the run folder with what determines the rows of each batch, their tokens and their loss."""
+"""File of the run folder with all that determines the rows of each batch, their tokens and their loss (JSON), so that
+a resumed run can be checked against it."""
 ROWS_TO_TRAIN = "rows"
 """Field of `ORDER_FILE` with the number of rows in all epochs, which a resumed run may raise."""
 STOP_FILE = "stop"
@@ -94,8 +95,8 @@ class ConversationBook:
         return TrainingBatch(0, groups)
 
     def counts(self) -> dict[str, int]:
-        """Number of training rows, and of rows left out so far as bad, or as too long; and of held-out rows that were
-        left out as too long."""
+        """Numbers of rows by name: `rows`, training rows; `bad_rows` and `too_long`, training rows left out so far for
+        that reason; `held_out_too_long`, held-out rows left out as too long."""
         left_out = {reason: len(rows) for reason, rows in self.training.left_out.items()}
         left_out["bad_rows"] += self.rows.bad_rows
         return {"rows": len(self.rows), **left_out, "held_out_too_long": sum(self.held_out_too_long.values())}

@@ -98,7 +98,7 @@ def inspect_book(config: Config, book: ConversationBook, found: Findings, patien
 
 
 def describe_sft(config: Config) -> str:
-    """Lines about what a supervised run would train, before its findings."""
+    """Lines for people about what a supervised run would train: run, model, data, held-out data and learner."""
     shape, section = read_shape(config.model.path), config.learner
     lines = {
         "run": f"{config.run_dir}, seed {config.seed}",
@@ -191,7 +191,8 @@ class SftRun:
 
 
 def describe_line(record: dict[str, Any]) -> str:
-    """A line of metrics.jsonl of a supervised run, for people."""
+    """A sentence about `record`, a line of metrics.jsonl of a supervised run: a step with loss and speed, or an
+    evaluation."""
     if is_step(record):
         speed = f", {record['tokens_per_s']:,.0f} tokens/s" if record.get("tokens_per_s") else ""
         loss = f"loss {loss_of(record['learner'])}" if record["samples"] else "no row to train"
@@ -203,12 +204,14 @@ def describe_line(record: dict[str, Any]) -> str:
 
 
 def loss_of(figures: dict[str, Any]) -> str:
-    """The loss in a line of metrics.jsonl as text: a number with four decimals, or "not finite" for null."""
+    """The loss in `figures` (of a line of metrics.jsonl) as text: a number with four decimals, or "not finite" if it is
+    null."""
     loss = figures["loss"]
     return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def policy_folders(config: Config) -> list[Path]:
-    """The exported models of a finished run."""
+    """Folders of the models that a finished run has exported: those of the policy, the adapter and the best policy that
+    exist."""
     exported = (config.exported_policy, config.exported_adapter, config.exported_best)
     return [folder for folder in exported if folder.is_dir()]

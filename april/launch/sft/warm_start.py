@@ -50,8 +50,8 @@ def make_policy(
 ) -> Path:
     """Return the folder of the policy; creates it if it does not exist, in about a minute on a core.
 
-    The seed determines initial weights and demonstrations. `out_dir` appears only once it is complete. Raises
-    ConfigError if `out_dir` holds something else, or if the training fails.
+    The seed determines initial weights and demonstrations. `recipe`: None for `Recipe()`. `out_dir` appears only once
+    it is complete. Raises ConfigError if `out_dir` holds something else, or if the training fails.
     """
     recipe, file = recipe or Recipe(), shipped(CONFIG)
     made_from = {"recipe": asdict(recipe), "config": read_file(file), "seed": seed}

@@ -67,8 +67,8 @@ class Backend(ABC):
         """The reference model: the starting policy, never updated. Collective."""
 
     def teacher(self, path: Path) -> nn.Module:
-        """The model of a folder, never updated, at temperature 1. Collective. Only if the back end's entry
-        `holds_teachers`."""
+        """The model of a folder, never updated, at temperature 1. Collective. Only for a back end whose
+        registry entry has `holds_teachers`."""
         raise NotImplementedError(f"{type(self).__name__} holds no teachers")
 
     def scores(
@@ -129,7 +129,8 @@ class Backend(ABC):
         return None
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
-        """Tensors to send to the workers, on rank 0: all weights, or an adapter. Collective."""
+        """Tensors to send to the workers, on rank 0; {} on other ranks. Either all weights, in `dtype` (None: as they
+        are trained), or an adapter in float32, from which workers make weights in `dtype`. Collective."""
         return self.weights(dtype)
 
 

@@ -56,15 +56,17 @@ ADVANTAGES = Registry(
         "no_baseline": "april.learner.losses.advantages:no_baseline",
     },
 )
-"""Advantage estimators. By default they take the rewards, group by group (`advantages`); an estimator with the
-attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms` also the gradient norm of each response
-(`opob`), one with `needs_parts` the parts of the reward (`gdpo`)."""
+"""Registry of advantage estimators. By default they take the rewards, group by group, and return advantages of the same
+form (`advantages`); an estimator with the attribute `needs_values` takes a critic's values (`gae`), one with
+`needs_norms` also the gradient norm of each response (`opob`), one with `needs_parts` the parts of the reward
+(`gdpo`)."""
 LENGTH_PENALTIES = Registry(
     "algorithm.length_penalty",
     "length penalty",
     {"kimi": "april.learner.losses.length:kimi", "alp": "april.learner.losses.length:alp"},
 )
-"""Additions to rewards for the lengths of a group's responses, before the advantages are computed."""
+"""Registry of functions (rewards, lengths of the responses), group by group -> what is added to the rewards, times
+`algorithm.length_coef`, before the advantages are computed."""
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.advantages:root_ess"})
 """Functions (metrics of an optimizer step) -> factor on the learning rate of that step."""
 DISTILLATIONS = Registry(
@@ -80,7 +82,8 @@ DIVERGENCES = Registry(
         "jensen_shannon": "april.learner.losses.divergences:jensen_shannon",
     },
 )
-"""Divergences of the policy from a teacher: over the whole vocabulary, or, with `over_top_k`, over its top k ids."""
+"""Registry of divergences of the policy from a teacher: over the whole vocabulary, or, for a function with the
+attribute `over_top_k`, over the teacher's top k ids."""
 
 ATTRIBUTES = ("clip_of_batch", "needs_norms", "needs_parts", "needs_values", "over_the_batch", "over_top_k")
 """Names of attributes by which a function in a registry says which arguments it takes; a callable object may have them
@@ -91,9 +94,9 @@ from its class."""
 
 
 def find_checked(registry: Registry, name: str, section: AlgorithmSection) -> Callable[..., Any]:
-    """The function called `name` in a registry, with its keyword-only parameters bound to the values in `section`. An
-    exception that a user-defined one raises gets a note with its key and name; a result of another kind or shape than
-    the loss takes raises ConfigError."""
+    """The function called `name` in a registry, with its keyword-only parameters bound to the values in `section`. A
+    user-defined one is wrapped: its exceptions get a note with its key and name, and a result of another kind or shape
+    than this registry's functions have to return raises ConfigError."""
     found = registry.find(name)
     part = bound(found, section)
     if name in registry.shipped:

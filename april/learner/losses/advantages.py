@@ -120,7 +120,7 @@ def token_weights(
     """Weight in the loss of each token of S sequences, the same for all tokens of a sequence; float64 [S].
 
     `lengths` [S] are response tokens. `tokens` and `sequences` [S] are T, the tokens, and N, the sequences, of the
-    minibatch that a sequence is in; samples without a gradient count too.
+    minibatch that a sequence is in; samples without a gradient count too. By `kind`:
 
     - `token_mean`: 1 / T, DAPO, arXiv 2503.14476, equation 12;
     - `sequence_mean`: 1 / (N length), GRPO, arXiv 2402.03300, equation 3;
@@ -139,9 +139,10 @@ def token_weights(
 def opob(rewards: Groups, log_ratios: Groups, squares: Groups) -> Groups:
     """A_i = r_i - b within the group, b = sum_i(w_i^2 |g_i|^2 r_i) / sum_i(w_i^2 |g_i|^2).
 
-    w_i = pi / mu of response i, g_i the gradient of its log pi. The baseline that minimises the variance of the
-    importance-weighted policy gradient: VCPO, "Stable Asynchrony", arXiv 2602.17616, and mit-han-lab/vcpo,
-    recipe/fully_async_policy/staleness_utils.py. If all gradients are zero, b is the plain mean.
+    w_i = pi / mu of response i, g_i the gradient of its log pi; `log_ratios`: log w_i, `squares`: |g_i|^2, [n] for each
+    group of n. The baseline that minimises the variance of the importance-weighted policy gradient: VCPO, "Stable
+    Asynchrony", arXiv 2602.17616, and mit-han-lab/vcpo, recipe/fully_async_policy/staleness_utils.py. If all gradients
+    are zero, b is the plain mean.
     """
     return [minus_baseline(*group) for group in zip(rewards, log_ratios, squares, strict=True)]
 
@@ -156,7 +157,8 @@ opob.needs_norms = True  # type: ignore[attr-defined]
 
 
 def root_ess(figures: Mapping[str, float]) -> float:
-    """sqrt(ESS / n), ESS the effective sample size of the ratios pi / mu of the n trained responses; 0 to 1.
+    """sqrt(ESS / n), 0 to 1: ESS is the effective sample size of the ratios pi / mu of the n trained responses.
+    `figures`: figures of a batch by name, among them ESS / n as `sequence_ess`; without it the result is 1.
 
     VCPO, "Stable Asynchrony", arXiv 2602.17616: its scaling for AdamW, as in mit-han-lab/vcpo. A response's ratio is
     the product over its tokens, not truncated. VCPO's baseline is `opob`.

@@ -84,7 +84,8 @@ def interpolated_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, ages: Te
 
 @weighing
 def truncated(tokens: StaleTokens, section: AlgorithmSection) -> tuple[Tensor, Tensor]:
-    """Truncated importance sampling: min(ratio, truncation) of each token, and where the cap applied; [K], bool [K].
+    """Truncated importance sampling: (min(proximal / mu, truncation) of each token, whether the cap applied); [K],
+    bool [K].
 
     Ionides 2008, "Truncated Importance Sampling"; for the mismatch of sampler and trainer: Yao et al. 2025, "Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training".
@@ -94,8 +95,8 @@ def truncated(tokens: StaleTokens, section: AlgorithmSection) -> tuple[Tensor, T
 
 @weighing
 def truncated_sequence(tokens: StaleTokens, section: AlgorithmSection) -> tuple[Tensor, Tensor]:
-    """min(product of the sequence's ratios, sequence_truncation), the same for all tokens of a sequence, and where the
-    cap applied; [K], bool [K].
+    """(min(product of the ratios proximal / mu of a sequence, sequence_truncation), the same for all its tokens;
+    whether the cap applied); [K], bool [K].
 
     The importance weight of whole responses, unbiased except for the cap: it also corrects the distribution of
     prefixes, which token ratios leave out. Its variance grows with the length of the response.
@@ -109,7 +110,7 @@ def capped(weights: Tensor, cap: float) -> tuple[Tensor, Tensor]:
 
 @weighing
 def icepop(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
-    """The ratio of a token where it is within [icepop_low, icepop_high], otherwise 0; [K].
+    """The ratio proximal / mu of a token where it is within [icepop_low, icepop_high], otherwise 0; [K].
 
     IcePop, "Every Step Evolves", arXiv 2510.18855.
     """

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 def forward_kl(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
-    """KL(teacher || policy) = sum p_teacher (log p_teacher - log p): the policy covers all that the teacher may say.
+    """KL(teacher || policy) of each row, [n, V], [n, V] -> [n]: the sum over all ids of p_teacher (log p_teacher - log
+    p). The policy covers all that the teacher may say.
 
-    Knowledge distillation, arXiv 1503.02531, on the policy's own samples. Over a teacher's top k ids it is the part of
-    the sum that they make. With s the sum of p_teacher over them it is at least s log s, where p is p_teacher / s on
-    them and 0 elsewhere.
+    Knowledge distillation, arXiv 1503.02531, on the policy's own samples. With [n, k] log-probabilities of the
+    teacher's top k ids, the result is the part of the sum over these ids, which may be negative. It is at least s log
+    s, with s the sum of p_teacher over these ids, and least where p is p_teacher / s on them and 0 elsewhere.
     """
     return (teacher_logprobs.exp() * (teacher_logprobs - logprobs)).sum(-1)
 
@@ -30,7 +31,8 @@ forward_kl.over_top_k = True  # type: ignore[attr-defined]
 
 
 def reverse_kl(teacher_logprobs: Tensor, logprobs: Tensor) -> Tensor:
-    """KL(policy || teacher) = sum p (log p - log p_teacher): the policy leaves out what the teacher would not say.
+    """KL(policy || teacher) of each row, [n, V], [n, V] -> [n]: the sum over all ids of p (log p - log p_teacher). The
+    policy leaves out what the teacher would not say.
 
     MiniLLM, arXiv 2306.08543, for each token's distribution.
     """

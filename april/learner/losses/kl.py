@@ -11,21 +11,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 K3_CAP = 10.0
-"""Upper bound of one token's k3, which grows as q / p: without it a single token with p << q outweighs a batch."""
+"""Upper bound of one token's `k3`, which grows as q / p (p: probability under the policy; q: under the other one).
+Without the bound a single token with p << q outweighs a batch."""
 
 
 def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """log p - log q: unbiased, of either sign. As a loss its expected gradient is zero."""
+    """log p - log q (`logprobs` - `other_logprobs`): unbiased, of either sign. As a loss its expected gradient is
+    zero."""
     return log_ratio(logprobs, other_logprobs)
 
 
 def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased, but its expected gradient is that of the divergence."""
+    """(log p - log q)^2 / 2 (log p: `logprobs`; log q: `other_logprobs`): biased, but its expected gradient is that of
+    the divergence."""
     return log_ratio(logprobs, other_logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """r - 1 - log r >= 0 with r = q / p, at most K3_CAP, where it has no gradient.
+    """r - 1 - log r >= 0 with r = q / p (log p: `logprobs`; log q: `other_logprobs`), at most K3_CAP, where it has no
+    gradient.
 
     The KL term of GRPO, arXiv 2402.03300, equation 4: low variance, and unbiased except for the cap, which applies for
     log r > 2.6 or log r < -11.

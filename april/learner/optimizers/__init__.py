@@ -26,8 +26,8 @@ SMALLER = {"adamw": "adamw_8bit"}
 WHOLE_MATRICES = ("muon",)
 """Optimizers that take whole matrices, and cannot step shards on the host."""
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}
-"""Bytes that an optimizer keeps for each trained parameter; 8 for an optimizer of the user's own. Muon keeps 8 for
-those that are in no matrix of a layer."""
+"""Name of an optimizer -> bytes that it keeps for each trained parameter; for an optimizer of the user's own, which is
+not listed, 8 are assumed. Muon keeps 8 for parameters that are in no matrix of a layer."""
 PACKAGES = {"adamw_8bit": ("bitsandbytes", "8bit"), "nf4": ("bitsandbytes", "8bit")}
 """By name of an optimizer or of a form of frozen weights (`lora.base`): (package that it needs, extra of April that
 installs the package)."""
@@ -75,8 +75,8 @@ def state_bytes(section: LearnerSection, matrices: float = 0.0) -> float:
 
 
 def lr_share(section: LearnerSection, done: int, batches: int) -> float:
-    """Learning rate of an optimizer step as a share of `learner.lr`, after `done` steps of a run that trains the policy
-    on `batches` batches."""
+    """Learning rate of the next optimizer step as a share of `learner.lr`. `done`: number of optimizer steps done so
+    far; `batches`: number of batches of the whole run on which the policy is trained."""
     total = batches * section.epochs * section.minibatches
     warm = min(1.0, (done + 1) / max(1, section.warmup_steps))
     progress = min(1.0, max(0, done - section.warmup_steps) / max(1, total - section.warmup_steps))

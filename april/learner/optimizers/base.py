@@ -27,7 +27,9 @@ Trained = Sequence[tuple[str, nn.Parameter]]
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether an optimizer of whole matrices, such as Muon, steps a parameter as a matrix of a layer."""
+    """Whether an optimizer of whole matrices, such as Muon, steps a parameter as a matrix: it has two dimensions of at
+    least LEAST_SIDE each, and is in one of the model's layers, by its `name`. All others are stepped element by
+    element."""
     return ".layers." in name and parameter.ndim == 2 and min(parameter.shape) >= LEAST_SIDE
 
 

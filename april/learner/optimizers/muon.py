@@ -12,7 +12,7 @@ from april.learner.optimizers.base import STEP, PartOptimizer, Trained, is_matri
 from april.util.errors import refuse
 
 MOMENTUM = ("momentum_buffer",)
-"""Name of the decayed sum of a matrix's gradients."""
+"""Name, in the state of torch's Muon, of the decayed sum of a matrix's gradients."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic Newton-Schulz iteration, chosen for the steepest slope at zero (Jordan et al. 2024,
 kellerjordan.github.io/posts/muon)."""

@@ -168,7 +168,8 @@ def rounded(policy: Policy, sequences: list[Tensor]) -> str:
 
 
 def in_bf16(layer: nn.Module, arguments: tuple, options: dict) -> Any:
-    """Forward pre-hook of a layer: converts its floating-point inputs to bfloat16."""
+    """Forward pre-hook of a layer, with keyword arguments: returns the layer's inputs (arguments, options) with their
+    floating-point tensors converted to bfloat16."""
     return pytree.tree_map_only(
         Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, (arguments, options)
     )
@@ -178,8 +179,9 @@ class Pass:
     """A pass of a causal LM over all sequences, which records the inputs and outputs of each of its modules."""
 
     def __init__(self, lm: nn.Module, compute: Callable[[], Tensor], factors: Tensor | None = None):
-        """`compute` passes sequences through `lm` and returns log-probabilities [K]; with `factors` [K], `gradients`
-        are those of the log-probabilities' sum weighted by them."""
+        """Makes the pass. `compute`: passes sequences through `lm` and returns the log-probabilities of their K tokens,
+        [K]. `factors`, [K]: weights of these in a sum, whose gradients by `lm`'s parameters become `gradients`; None:
+        no backward pass."""
         self.lm, self.inputs, self.outputs = lm, dict[str, list[Tensor]](), dict[str, list[Tensor]]()
         lm.zero_grad()
         with self.recorded():
@@ -248,7 +250,8 @@ def largest(values: Tensor) -> float:
 
 
 def first_values(values: Any) -> list[Tensor]:
-    """The first floating-point tensor, if any, among a module's inputs or outputs, with a row for each token."""
+    """A list of one tensor, the first floating-point one among a module's inputs or outputs, detached, with a row for
+    each token; [] if there is none."""
     values = values.values() if isinstance(values, dict) else values if isinstance(values, tuple | list) else [values]
     floats = (each.detach() for each in values if isinstance(each, Tensor) and each.is_floating_point() and each.ndim)
     return [each[0] if each.shape[0] == 1 else each for each in floats][:1]
@@ -279,7 +282,8 @@ def logprobs_of(policy: Policy, sequences: list[Tensor]) -> Tensor:
 
 
 def packed_sequences(lm: nn.Module, sequences: list[Tensor]) -> MicroBatch:
-    """A row of sequences whose tokens after the first are targets."""
+    """A micro-batch, on the CPU, that packs the sequences (token ids, int64 [T] each) into one row; the targets are all
+    tokens of each sequence but its first."""
     samples = [
         TrainSample(
             sequence.numpy().astype(np.int32), 1, np.zeros(len(sequence) - 1, np.float32), 0.0,
@@ -337,14 +341,16 @@ def small_model(
 
 
 def depth_of(lm: nn.Module) -> int:
-    """Number of first layers among which there is one of every kind."""
+    """Least number of a model's first layers that contain a layer of every kind (`kind_of`) which the model has; 1 for
+    a model without layers."""
     layers = list(getattr(text_model(lm), "layers", ()))
     kinds = [kind_of(layer) for layer in layers]
     return max([1, *(kinds.index(kind) + 1 for kind in kinds)])
 
 
 def kind_of(layer: nn.Module) -> list:
-    """Properties that layers of the same kind share: classes and switches of their modules, but not their place."""
+    """A list that is equal for two layers of a model exactly if they are of the same kind: of each of their modules the
+    name, the class, and the switches and sizes, but not the layer's index."""
     return [
         (name, type(module), key, value)
         for name, module in layer.named_modules()
@@ -396,8 +402,9 @@ def reduced(config: PreTrainedConfig, depth: int, divisor: int = 1) -> PreTraine
 
 
 def shortened(values: dict, depth: int) -> dict:
-    """A dictionary of a configuration, such as that of its rotary positions, with short windows at any depth, and
-    without the layers from `depth` on."""
+    """A copy of a dictionary in a model's configuration (such as the one about rotary positions) for a model of `depth`
+    layers: values that are window lengths, also in nested dictionaries, become at most `WINDOW` tokens, and keys that
+    are numbers of layers from `depth` on are left out."""
     return {
         key: shortened(value, depth) if isinstance(value, dict) else window_of(key, value) or value
         for key, value in values.items()

@@ -20,7 +20,8 @@ eight-character steps of which the response consists."""
 def build_tokenizer(
     vocabulary: Mapping[str, int] = VOCABULARY, template: str = CONTENTS_ONLY, special: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A tokeniser of single characters: ids by character, the chat template, and special tokens of several letters."""
+    """A tokeniser of single characters. `vocabulary`: id of each character; `template`: chat template; `special`:
+    special tokens of several letters."""
     characters = Tokenizer(models.WordLevel(dict(vocabulary), unk_token=PAD))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()

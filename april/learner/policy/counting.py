@@ -173,7 +173,8 @@ def one_thread() -> Iterator[None]:
 
 
 def token_loss(model: Qwen3VLForConditionalGeneration, tokens: Tensor, targets: Tensor, pixels: Tensor) -> Tensor:
-    """Mean cross-entropy of the targets (nats)."""
+    """Mean cross-entropy of the targets (nats), without those that are `PAD`; `tokens`, `targets` and `pixels` are
+    those of a `Batch`."""
     grids = torch.tensor([[1, SIDE * MERGE, SIDE * MERGE]] * len(tokens))
     kinds = (tokens == VOCABULARY[IMAGE]).int()
     logits = model(
@@ -194,8 +195,8 @@ def batches(recipe: CountingRecipe, seed: int, size: int) -> Iterator[Batch]:
 
 
 def guess_of(task: CountingTask, random: Random, chance: float) -> int | None:
-    """With the probability `chance` a wrong count, for a demonstration that guesses; otherwise None, for one that
-    counts."""
+    """With the probability `chance` a wrong answer to `task`, drawn at random, for a demonstration that guesses;
+    otherwise None, for a demonstration that counts."""
     if random.random() >= chance:
         return None
     return random.choice([count for count in range(LARGEST_COUNT + 1) if count != int(task.answer)])

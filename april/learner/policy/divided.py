@@ -1,5 +1,5 @@
-"""The proof that ranks may share the rows of a model: a small one computes the same where threads take the places of
-the ranks of a context group."""
+"""Trial that shows whether ranks may share the rows of a model: a small model of the same kind has to compute the same
+when threads in place of ranks share them."""
 
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +52,8 @@ def objection_to_division(folder: Path, size: int) -> str:
 
 
 def by_threads(policy: Policy, size: int) -> Tensor:
-    """Log-probabilities [K] of sequences whose row is shared by `size` threads."""
+    """Log-probabilities [K] that `policy` gives the scored tokens of random sequences (the same in each call), whose
+    packed row is shared by `size` threads."""
     chance = torch.Generator().manual_seed(0)
     vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
     row = packed_sequences(policy.lm, [torch.randint(3, vocabulary, (n,), generator=chance) for n in LENGTHS])

@@ -27,7 +27,8 @@ def place_images(lm: nn.Module, sequences: list[Tensor]) -> None:
 
 
 def packer_of(lm: nn.Module) -> ImagePacker | None:
-    """The packer of a model's images, without the settings of an image processor; None if it takes none."""
+    """The packer of images for the model `lm`; None if the model takes no images. In place of an image processor's
+    settings it normalises with mean and standard deviation 0.5."""
     return ImagePacker(lm, reader_of(lm.config)) if tower(lm) else None
 
 
@@ -54,8 +55,8 @@ def noise(side: int, rows: int, tokens: int) -> bytes:
 
 
 def inputs_of(lm: nn.Module, sequence: Tensor) -> dict[str, Any]:
-    """Arguments of transformers' model for the images of a sequence of token ids [T], without the last token, as the
-    model gets the ids."""
+    """Keyword arguments with which transformers' model gets the images of `sequence`, token ids [T], when it is called
+    with all of these ids but the last; {} if the model takes no images."""
     images = images_of(lm, sequence)
     if not images:
         return {}

@@ -250,8 +250,8 @@ class RunApi:
         }
 
     def excerpts(self, request: Request) -> list[dict[str, str] | None]:
-        """Short excerpts of the samples' texts; the URL's query names the samples:
-        `?of=STEP.POSITION,STEP.POSITION`."""
+        """Short excerpts of samples' texts, None for a sample that is gone. The URL's query names the samples by step
+        and row in the step's file: `?of=STEP.POSITION,STEP.POSITION`."""
         _, path = self._folder(request)
         keys = [key.partition(".") for key in request.query_params.get("of", "").split(",") if key][:MAX_EXCERPTS]
         return sample_reader.excerpts(path, [(query.integer("of", a), query.integer("of", b)) for a, _, b in keys])

@@ -38,9 +38,10 @@ TEXT_COLUMNS = ("finish_reason", "discarded", "held_out", "worker")
 FLAT_COLUMNS = ("group", "index", "reward", "advantage", "trained", "prompt")
 """Columns of a step's Parquet file that the index takes over as they are."""
 NESTED_FIELDS = {"segments": ("start", "end", "step"), "spans": ("what", "where")}
-"""Fields that are read from each Parquet column of lists."""
+"""Parquet column whose cells are lists of records -> fields of these records that the index reads."""
 TIME_COLUMNS = ("opened_at", "delivered_at")
-"""Columns of Unix seconds, of which the index keeps only the difference, as `life_s`."""
+"""Two columns of Unix seconds, of which the index keeps only the difference, as the column `life_s`: from the opening
+of a sample to its delivery."""
 UNINDEXED_COLUMNS = ("attempts", "discarded_from", "parent", "shared")
 """Parquet columns that the index leaves out."""
 MAX_EXTRA_COLUMNS = 6
@@ -111,7 +112,7 @@ class SampleIndex:
         return read is None or read[0] != file_version(path)
 
     def advance(self) -> bool:
-        """Read the newest file that `scan` found; returns False if there was none."""
+        """Read the newest of the files that `scan` found and that are not read yet; returns False if there is none."""
         if not self._pending_files:
             return False
         step, path = self._pending_files.pop()
@@ -194,7 +195,7 @@ class SampleIndex:
 
 
 def file_version(path: Path) -> FileVersion | None:
-    """The version of a file; None if it no longer exists."""
+    """Modification time and size of a file; None if it no longer exists."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -79,7 +79,8 @@ def number(key: str, value: str) -> float:
 
 
 def integer(key: str, value: str) -> int:
-    """Parse `value` as a whole number from -MAX_INTEGER to MAX_INTEGER. Raises ConfigError."""
+    """Parse `value`, that of the query's parameter `key`, as a whole number from -MAX_INTEGER to MAX_INTEGER. Raises
+    ConfigError, which names `key`."""
     found = number(key, value)
     if abs(found) > MAX_INTEGER:
         raise ConfigError(f"filter {key!r} = {clip(value, SHOWN)!r} is beyond {MAX_INTEGER}; give a smaller number")
@@ -145,7 +146,8 @@ def first_rows(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int
 
 
 def select_front(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> np.ndarray:
-    """As `first_rows`, but on all rows at once, by partial selection: only the first `count` rows are sorted."""
+    """The first `count` of the `rows` (row numbers) in order of the `keys`, each of them (column, whether it is
+    descending). All rows are processed at once, but only the first `count` are sorted (partial selection)."""
     chosen, rest, missing = [], rows, count
     for column, descending in keys:
         if len(rest) <= missing:

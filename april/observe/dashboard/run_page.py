@@ -59,8 +59,8 @@ def describe(run: RunFolder, steps: Steps) -> dict[str, Any]:
 
 
 def last_evaluation(run: RunFolder) -> dict[str, Any] | None:
-    """`step`, `measure` (accuracy or reward), `value` and `not_evaluated` of the newest held-out evaluation, and the
-    value of each named set in `sets`."""
+    """The newest held-out evaluation: its `step`, `measure` (accuracy or reward), `value`, the number of prompts
+    `not_evaluated`, and in `sets` the value of each named set. None without an evaluation."""
     if not run.evaluation:
         return None
     point = run.evaluation[-1]
@@ -72,7 +72,7 @@ def last_evaluation(run: RunFolder) -> dict[str, Any] | None:
 
 def held_out_curves(run: RunFolder) -> list[dict[str, Any]]:
     """Curves of the held-out accuracies, or rewards: one for each named set; without names, one for each set of
-    prompts."""
+    prompts. A curve has a `label`, and the lists `steps` and `values`, with one entry for each evaluation."""
     named = run.named_evaluations
     unnamed = {f"held-out{f', set {n}' if n > 1 else ''}": points for n, points in enumerate(run.evaluation_sets, 1)}
     return [
@@ -150,8 +150,8 @@ def table(steps: Steps, columns: str | None = None, after: int = 0) -> dict[str,
 
 
 def thinned(columns: dict[str, Any]) -> dict[str, Any]:
-    """The table with at most MAX_ROWS rows. Each row stands for the same number of steps, the last one for fewer if
-    they do not divide evenly; `steps_a_row` is that number."""
+    """The table `columns` (of one row per step) with at most MAX_ROWS rows. Each row stands for the same number of
+    steps, the last one for fewer if they do not divide evenly; `steps_a_row` is that number."""
     count = len(columns["step"])
     steps_a_row = max(1, math.ceil(count / MAX_ROWS))
     starts = np.arange(0, count, steps_a_row)
@@ -170,7 +170,8 @@ def thinned(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def compact(column: np.ndarray | None) -> np.ndarray | None:
-    """The column as float32, to shorten the JSON; unchanged if one of its values is 1e6 or more."""
+    """The column as float32, to shorten the JSON; unchanged if one of its values is 1e6 or more in size, and None if it
+    is None."""
     if column is None or (np.abs(column) >= 1e6).any():
         return column
     return column.astype(np.float32)
@@ -196,8 +197,8 @@ def timeline_window(
     is divided into SHARE_INTERVALS intervals; for each of them it has the shares of time by activity in one step of the
     interval.
 
-    By default it covers the last STEPS_AT_FIRST steps. Its `origin` and `last` are the beginning and the end of the
-    run.
+    If `begin_s` or `end_s` is None, it covers the last STEPS_AT_FIRST steps. Its `origin` and `last` are the beginning
+    and the end of the run.
     """
     columns = steps.table(["step", "time", "learner.train_s"])
     zeros = np.zeros_like(columns["step"])
@@ -249,7 +250,8 @@ def sampled_shares(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(lane of the learner, lanes of the workers) for a window of many steps. The window is divided into
     SHARE_INTERVALS intervals. A lane has, for each interval, the shares of time by activity in the step at the middle
-    of it. `ended`: (end in Unix seconds, number, seconds of training) of each step of the run, in order."""
+    of it. `ended`: (end in Unix seconds, number, seconds of training) of each step of the run, in order. `begin_s`,
+    `end_s`: the window, Unix seconds."""
     middles_s = begin_s + (np.arange(SHARE_INTERVALS) + 0.5) * (end_s - begin_s) / SHARE_INTERVALS
     chosen = np.minimum(np.searchsorted([time_s for time_s, _, _ in ended], middles_s), len(ended) - 1)
     shares: dict[str, Shares] = {}

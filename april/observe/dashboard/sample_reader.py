@@ -22,8 +22,8 @@ class TokenTexts:
         self._tokenizer = None
 
     def texts(self, folder: Path, ids: list[int]) -> list[str] | None:
-        """The text of each token, "" where its character continues in the next token; None without a readable
-        tokenizer."""
+        """The text of each of the token `ids`, "" where its character continues in the next token; None if `folder`,
+        that of the model, has no readable tokenizer."""
         from tokenizers.decoders import DecodeStream
 
         with self._lock:
@@ -80,7 +80,7 @@ def open_file(run_dir: Path, step: int):
 def read_rows_at(
     run_dir: Path, step: int, positions: list[int], columns: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Rows of a step's file by position, with all columns or the named ones. Raises ConfigError."""
+    """The rows of a step's file at the given positions, with the named `columns` (None: all). Raises ConfigError."""
     import pyarrow as arrow
 
     try:
@@ -129,8 +129,8 @@ def positions_of(
 
 
 def excerpts(run_dir: Path, keys: list[tuple[int, int]]) -> list[dict[str, str] | None]:
-    """End of the prompt, and beginning of the response and of the reference answer, of samples by (step, position);
-    None where the row is gone."""
+    """End of the prompt, and beginning of the response and of the reference answer, of each sample in `keys`: (step,
+    row position in the step's file). None for a row that is gone."""
     by_step: dict[int, list[int]] = {}
     for step, position in keys:
         by_step.setdefault(step, []).append(position)
@@ -170,7 +170,9 @@ def sampled_tokens(row: dict[str, Any]) -> int:
 
 
 def read_sample(run_dir: Path, step: int, position: int, model: Path, token_texts: TokenTexts) -> dict[str, Any]:
-    """All columns of a sample, the text of each response token as `pieces`, and its `turns`."""
+    """All columns of the sample at row `position` of a step's file; also `pieces`, the text of each response token,
+    `turns`, the spans of the response by speaker, and `tokens`, the number of sampled tokens. `model`: folder with the
+    tokenizer."""
     (row,) = read_rows_at(run_dir, step, [position])
     ids = row["response_ids"] or []
     return row | {

@@ -131,7 +131,7 @@ class Steps:
         return [name for name in list(self.columns) if not is_bin(name)]
 
     def histogram(self, name: str) -> dict[int, float]:
-        """Counts by bin, summed over all steps, of a histogram such as `lengths.trained_histogram`."""
+        """Index of a bin -> its count, summed over all steps, for a histogram such as `lengths.trained_histogram`."""
         columns = self.table([column for column in list(self.columns) if column.startswith(f"{name}.")])
         counts: dict[int, float] = {}
         for column_name, column in columns.items():
@@ -176,8 +176,8 @@ class Steps:
         yield from self._read(line_offsets)
 
     def between(self, begin_s: float, end_s: float, max_lines: int) -> Iterator[dict[str, Any]]:
-        """At most `max_lines` complete records, evenly spread over the steps that ended in the window (Unix seconds),
-        and the first step that ended after it."""
+        """At most `max_lines` complete records, evenly spread over the steps that ended between `begin_s` and `end_s`
+        (Unix seconds) and the first step that ended after `end_s`."""
         with self._lock:
             times = self.columns.get("time", array("d"))
             ends = sorted((times[row], row) for row in self._rows.values() if times[row] >= begin_s)
@@ -205,7 +205,8 @@ def is_bin(name: str) -> bool:
 
 
 def figures(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield each number in a nested record with its dotted name, such as `learner.loss`."""
+    """Yield (name, value) for each number in the nested record `tree`, with a dotted name such as `learner.loss`.
+    `prefix`: beginning of the names, as in "learner." for an inner record."""
     for key, value in tree.items():
         if key in SKIPPED_KEYS or key.startswith(VERSION_SHARE):
             continue
@@ -218,7 +219,8 @@ def figures(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float
 
 
 def limited_ages(tokens_by_age: dict[str, int | None]) -> dict[str, int]:
-    """Tokens by age in policy steps, where the ages from OLDEST_AGE on are counted together."""
+    """`tokens_by_age`, tokens by age in policy steps, with the ages from OLDEST_AGE on counted together as OLDEST_AGE;
+    None counts as 0."""
     limited: dict[str, int] = {}
     for age, tokens in tokens_by_age.items():
         key = str(min(int(age), OLDEST_AGE))
@@ -271,13 +273,13 @@ class Draws:
     step."""
 
     prompts: np.ndarray
-    """Digests of the prompts, uint64."""
+    """Digest of each entry's prompt, uint64."""
     steps: np.ndarray
     counts: np.ndarray
     rewards: np.ndarray
     """Mean reward of each entry's samples."""
     first_rows: np.ndarray
-    """Row, in the sample index, of one of the entry's samples."""
+    """For each entry the row number, in the run's `SampleIndex`, of one of its samples."""
 
 
 def rewards_by_draw(index: SampleIndex) -> Draws:

@@ -195,7 +195,7 @@ def evaluation_cost(run: RunFolder) -> str:
 
 def paced(run: RunFolder) -> str:
     """Text about paced engines (`engine.pace`), which are slowed down to imitate a given hardware: the name of that
-    hardware, and the share of engine steps that took longer than they would on it."""
+    hardware, and the share of engine steps that took longer than they would on it; "" if engines are not paced."""
     hardware, reports = run.summary.get("pace"), run.pace
     if not hardware:
         return ""

@@ -21,7 +21,8 @@ Bar = partial(ProgressBar, complete_style="cyan", finished_style="green")
 
 
 def plain_console(width: int | None = None) -> Console:
-    """A console that prints texts as they are: names of runs, peers and options may look like its markup."""
+    """A console that prints texts as they are: names of runs, peers and options may look like its markup. `width`:
+    columns; None: those of the terminal."""
     return Console(width=width, markup=False, emoji=False)
 
 

@@ -71,7 +71,8 @@ class RunFolder:
         return sets
 
     def _evaluation_changed(self, before: dict, after: dict) -> bool:
-        """Whether configuration keys of the evaluation were changed between two evaluations."""
+        """Whether a resume of the run changed configuration keys of the evaluation between two evaluations, given by
+        their records."""
         first, last = before.get("step") or 0, after.get("step") or 0
         return any(
             first <= resume["step"] < max(last, first + 1) and any(map(affects_evaluation, resume.get("changed") or []))
@@ -99,8 +100,8 @@ class RunFolder:
 
 
 def evaluations_by_set(points: list[dict]) -> dict[str, list[dict]]:
-    """The evaluations `points` that have an accuracy or a reward, by the name of their set: for each `step` and the
-    set's figures."""
+    """Name of a held-out set -> list of its evaluations, in the order of `points` (records of evaluations): each has
+    the `step` and the figures of the set. Those without an accuracy or a reward are left out."""
     by_set: dict[str, list[dict]] = {}
     for point in points:
         for name, scores in (point.get("sets") or {}).items():

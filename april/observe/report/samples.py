@@ -57,7 +57,8 @@ def read_step(run_dir: Path, step: int | None = None, columns: tuple[str, ...] |
 
 
 def to_rows(table: Any) -> list[dict[str, Any]]:
-    """Rows as dictionaries; invalid UTF-8 becomes U+FFFD, and numbers that are not finite become None."""
+    """The rows of a pyarrow `table` as dictionaries; invalid UTF-8 becomes U+FFFD, and numbers that are not
+    finite become None."""
     import pyarrow as arrow
 
     columns: dict[str, list[Any]] = {}

@@ -136,23 +136,26 @@ WAITS = [kind for kind in ACTIVITIES if kind.startswith("wait")]
 
 @dataclass
 class Timeline:
-    """Events of a run on a clock in seconds that starts with the first event and leaves out pauses."""
+    """Events of a run on the timeline's clock: seconds since the first event, where each pause between two starts of
+    the run counts as at most PAUSE_S."""
 
     events: list[dict]
-    """Worker events, with `start` and `end` on this clock."""
+    """Worker events, whose `start` and `end` are in seconds on the timeline's clock."""
     steps: list[tuple[int, float]]
-    """(step, time at which the step was recorded, in seconds on this clock) of each step."""
+    """(step, time at which the step was recorded, in seconds on the timeline's clock) of each step."""
     learner: list[Span]
-    """Spans in which the learner trained, on this clock."""
+    """Spans in which the learner trained, in seconds on the timeline's clock."""
     pauses: list[tuple[float, float]] = field(default_factory=list)
-    """(time on this clock, original length) of each pause between resumes that was shortened, in seconds."""
+    """(time on the timeline's clock, real length), both in seconds, of each pause between two starts of the run; the
+    clock counts at most PAUSE_S of it."""
 
     @property
     def end_s(self) -> float:
         return max(1e-3, *(event["end"] for event in self.events), *(at_s for _, at_s in self.steps))
 
     def tracks(self, resolution: float = math.inf) -> list[WorkerTrack]:
-        """Activities and waits of each worker over the whole run; `resolution` as in `worker_tracks`."""
+        """Activities and waits of each worker over the whole run. Spans and marks that lie closer together than the
+        run's length divided by `resolution` are merged; infinity: none are."""
         tracks = worker_tracks(self.events, 0.0, self.end_s, resolution)
         add_idle_spans(tracks, self.learner, 0.0, self.end_s)
         return tracks
@@ -189,9 +192,9 @@ def on_clock(time: float, cuts: list[Span], origin: float) -> float:
 
 
 def add_idle_spans(tracks: list[WorkerTrack], learner: list[Span], begin_s: float, end_s: float) -> None:
-    """Add to each worker's track the spans in which it was idle, by what it waited for: for other workers' responses,
-    while others generate; otherwise for the learner, while it trains (`learner`: these spans); before a weight update
-    for weights; else for the broker or for scores."""
+    """Add to each worker's track the spans between `begin_s` and `end_s` in which it was idle, by what it waited for:
+    for other workers' responses, while others generate; otherwise for the learner, while it trains (in the spans
+    `learner`); before a weight update for weights; else for the broker or for scores."""
     generating = merge_spans([span for track in tracks for span in track.spans.get("generate", [])], 0.0)
     for track in tracks:
         busy = merge_spans([span for kind in ("generate", "weights") for span in track.spans.get(kind, [])], 0.0)
@@ -210,8 +213,8 @@ def add_idle_spans(tracks: list[WorkerTrack], learner: list[Span], begin_s: floa
 def learner_waits(
     tracks: list[WorkerTrack], learner: list[Span], begin_s: float, end_s: float
 ) -> dict[str, list[Span]]:
-    """Spans in which the learner does not train, by kind: it waits for the workers while one of them generates,
-    otherwise for the broker or for scores."""
+    """Spans between `begin_s` and `end_s` in which the learner does not train, by kind: "wait-others" while a worker
+    generates, "wait-else" while it waits for the broker or for scores. `learner`: the spans in which it trains."""
     idle = subtract([(begin_s, end_s)], learner)
     generating = merge_spans([span for track in tracks for span in track.spans.get("generate", [])], 0.0)
     waits = {"wait-others": intersect(idle, generating), "wait-else": subtract(idle, generating)}
@@ -219,7 +222,8 @@ def learner_waits(
 
 
 def absent_spans(track: WorkerTrack, begin_s: float, end_s: float) -> list[Span]:
-    """Spans without the worker: before it first joined, and from each loss until it joined or acted again."""
+    """Spans between `begin_s` and `end_s` in which the worker was not in the run: before it first joined, and from each
+    time that it was lost until it joined again or did anything."""
     joined = sorted([*track.instants.get("joined", []), *(span[0] for spans in track.spans.values() for span in spans)])
     away = [(begin_s, joined[0] if joined else end_s)]
     for lost in track.instants.get("lost", []):
@@ -228,7 +232,8 @@ def absent_spans(track: WorkerTrack, begin_s: float, end_s: float) -> list[Span]
 
 
 def activity_shares(tracks: list[WorkerTrack]) -> str:
-    """Shares of the workers' time by activity, in one clause; "" without any."""
+    """Shares of the workers' time by activity, as a clause such as `62% generating, 38% waits: the learner trains`; ""
+    if there are no spans."""
     seconds_by_kind = {
         kind: sum(b - a for track in tracks for a, b in track.spans.get(kind, [])) for kind in ACTIVITIES
     }

@@ -181,7 +181,7 @@ def send_opentelemetry(run: RunFolder, address: str) -> int:
 
 def record_trace(tracer: "Tracer", sample: dict[str, Any]) -> bool:
     """Record a span from the sample's opening to its delivery, with a child for each time span that a process held it.
-    Returns False where no times are known."""
+    Returns False, and records nothing, if the sample's row has no times."""
     from opentelemetry.trace import INVALID_SPAN, set_span_in_context
 
     held = sample["spans"] or []

@@ -257,8 +257,9 @@ class ArealTrainer(PPOTrainer):
         run: str = rollouts.LOCAL,
         overrides: Mapping[str, Any] | None = None,
     ):
-        """`config`: AReaL's configuration; `train_dataset`: the prompts if `data.source` = "submitted", otherwise
-        omitted; `run`, `overrides`: as in `april.connect`."""
+        """`run_config`: file of the run's configuration; `config`: AReaL's configuration; `train_dataset`: the prompts
+        if `data.source` = "submitted", otherwise omitted; `prompt`: function that makes a prompt of one of its rows;
+        `run`, `overrides`: as in `april.connect`."""
         opened = rollouts.connect(run_config, recovery_point(config.recover)[0], run, overrides)
         try:
             check(opened.config, config, train_dataset)
@@ -280,7 +281,7 @@ class ArealTrainer(PPOTrainer):
         return CountingLoader(super()._create_dataloader(*arguments, **keys))
 
     def _init_rollout(self, config: Any, is_eval: bool = False, lora_path: str | None = None) -> ArealEngine | None:
-        """The inference engine for training; None for evaluation, which April does itself (`evaluation.every`)."""
+        """The inference engine for training; None if `is_eval`, as April evaluates instead (`evaluation.every`)."""
         return None if is_eval else self._engine
 
     def train(self) -> None:

@@ -153,10 +153,11 @@ class OpenRlhfEngine:
     ) -> list[dict[str, Any]]:
         """The responses of one group of the next batch, once all prompts of the step have arrived. With `data.source` =
         "submitted" the group belongs to this prompt; otherwise to a prompt that April has drawn, whose text and label
-        are returned.
+        are returned. `hf_tokenizer` encodes the prompt. The other parameters have no effect: April's configuration says
+        how it samples.
 
-        Raises RuntimeError if the run is over before OpenRLHF is, or fewer prompts arrive than a batch has groups.
-        """
+        Raises RuntimeError for `images`, if the run is over before OpenRLHF is, or fewer prompts arrive than a batch
+        has groups."""
         if images:
             raise RuntimeError("April takes text alone; leave out --data.max_images_per_prompt")
         loop = asyncio.get_running_loop()
@@ -322,7 +323,9 @@ def own_options() -> argparse.ArgumentParser:
 
 
 def create_engines(path: str, address: str, theirs: dict[str, Any], *_: Any, **__: Any) -> list[Any]:
-    """Replacement of `create_vllm_engines`: one Ray actor, with a GPU only if it receives weights by NCCL."""
+    """Replacement of OpenRLHF's `create_vllm_engines`: starts one Ray actor, with a GPU only if it receives weights by
+    NCCL. `path`: configuration of the run; `address`: that of a running broker, or "local" to start one; `theirs`:
+    values of OpenRLHF's options (`their_options`). OpenRLHF's own arguments are ignored."""
     import ray
 
     checkpoints = str(Path(theirs["ckpt.path"], "_actor").absolute())

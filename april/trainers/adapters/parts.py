@@ -41,9 +41,9 @@ class TrainerRun:
         return self.batch
 
     def take_submitted(self, submit_prompts: Callable[[], None], limit: str) -> RolloutBatch:
-        """As `take`, in a run whose prompts the trainer submits. `submit_prompts` submits some more of the trainer's
-        prompts. It is called until there are enough for the groups that are generated at a time (at least one batch),
-        and again whenever discarded groups leave too few for the batch."""
+        """The run's next batch, where the trainer submits the prompts. `submit_prompts` submits some more of them. It
+        is called until there are enough for the groups that are generated at a time (at least one batch), and again
+        whenever discarded groups leave too few for the batch. `limit` and errors: as for `take`."""
         schedule = self.run.config.schedule
         ahead = max(schedule.groups_per_round, schedule.rollout_batch_size)
         while self.run.submitted < self.run.step * schedule.rollout_batch_size + ahead:
@@ -88,8 +88,8 @@ def connect_checked(
     check: Callable[[Config], None],
     overrides: Mapping[str, Any] | None = None,
 ) -> Rollouts:
-    """Connect as `april.connect` does, with its parameters, and close the connection again if `check` of the run's
-    configuration raises ConfigError."""
+    """`april.connect(config, checkpoint, run, overrides)`, then `check` of the run's configuration. If `check` raises
+    ConfigError, the connection is closed again, and the error passed on."""
     connected = rollouts.connect(config, checkpoint, run, overrides)
     try:
         check(connected.config)

@@ -50,8 +50,8 @@ class SlimeRollouts(TrainerRun):
         self._tokenizer = Tokenizer(run.config.model.path)
 
     def generate(self, rollout_id: int, source: Any) -> RolloutFnTrainOutput:
-        """The groups of slime's step `rollout_id`. Unfinished samples of other groups stay with the broker and are
-        resumed first."""
+        """The groups of slime's step `rollout_id`; first submits prompts of slime's data source `source`. Unfinished
+        samples of other groups stay with the broker and are resumed first."""
         if rollout_id != self.run.step:
             raise RuntimeError(
                 f"slime is at {rollout_id} and the run at {self.run.step}; go on from the same checkpoint"
@@ -181,7 +181,8 @@ def prompt_of(group: list[Sample]) -> Prompt:
 
 
 def saved_step(save: str | None) -> int:
-    """Policy step of slime's newest checkpoint, one above its rollout id; 0 without one."""
+    """Policy step of slime's newest checkpoint in the folder `save`, one above its rollout id; 0 without one, or
+    if `save` is None."""
     latest = latest_step(Path(save, LATEST_FILE)) if save else None
     return 0 if latest is None else latest + 1
 

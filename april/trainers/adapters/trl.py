@@ -57,7 +57,7 @@ class TrlRollouts(TrainerRun):
     """Dataset, reward and rollout functions for GRPOTrainer, backed by a run."""
 
     def __init__(self, run: Rollouts, arguments: GRPOConfig, resumed_from: str | None = None):
-        """`resumed_from`: TRL's checkpoint from which the trainer resumes."""
+        """`resumed_from`: folder of TRL's checkpoint from which the trainer resumes; None: it begins anew."""
         super().__init__(run)
         self.arguments, self.resumed_from = arguments, resumed_from
 
@@ -162,8 +162,10 @@ def connect(
     run: str = rollouts.LOCAL,
     overrides: Mapping[str, Any] | None = None,
 ) -> TrlRollouts:
-    """As `april.connect`, at the newest complete checkpoint in `arguments.output_dir`. Raises ConfigError for arguments
-    that do not fit the run."""
+    """Connect TRL's trainer to the run of the TOML file `config`, from the newest complete checkpoint in
+    `arguments.output_dir` on. `run`: "local" starts broker and workers here; tcp://HOST:PORT, or a run folder, connects
+    to a running broker. `overrides`: values of configuration keys. Raises ConfigError for `arguments` that do not fit
+    the run, and what `april.connect` raises."""
     folders = step_folders(Path(arguments.output_dir), CHECKPOINT_PREFIX)
     complete = {step: folder for step, folder in folders.items() if is_complete(folder, step)}
     step = max(complete, default=0)

@@ -149,8 +149,8 @@ class SnapshotEngine(CheckpointEngine):
         self.is_master, self.folder = is_master, snapshot_folder(folder)
 
     async def send_weights(self, weights: Iterator[tuple[str, Tensor]], global_steps: int | None = None) -> None:
-        """Write the weights to the folder, on the first rank. Collective: every rank has to iterate over all
-        `weights`."""
+        """Write the weights to the folder, on the first rank, as `STEP.safetensors`, where STEP is `global_steps`,
+        verl's step. Collective: every rank has to iterate over all `weights`."""
         whole = {}
         for name, tensor in weights:
             if self.is_master:
@@ -211,7 +211,8 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
 
 
 def check(config: Config, options: Any) -> None:
-    """Check that one batch is one verl step, and that both sides define log-probabilities alike. Raises ConfigError."""
+    """Check that one batch is one verl step, and that both sides define log-probabilities alike. `options`: verl's
+    whole configuration. Raises ConfigError."""
     schedule, rollout = config.schedule, options.actor_rollout_ref.rollout
     theirs = {
         "data.train_batch_size": (options.data.train_batch_size, schedule.rollout_batch_size),
@@ -224,8 +225,8 @@ def check(config: Config, options: Any) -> None:
 
 
 def to_proto(samples: Sequence[TrainSample], prompt_length: int, response_length: int) -> DataProto:
-    """The samples as a `DataProto`: prompts [B, P] padded on the left, responses [B, R] padded on the right, rewards at
-    the last token."""
+    """The samples as a `DataProto`: prompts [B, `prompt_length`] padded on the left, responses [B, `response_length`]
+    padded on the right, rewards at the last token."""
     longest = max(sample.prompt_tokens for sample in samples)
     if longest > prompt_length:
         raise RuntimeError(f"a prompt has {longest} tokens; raise verl's data.max_prompt_length = {prompt_length}")

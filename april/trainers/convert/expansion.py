@@ -68,7 +68,7 @@ def read_word(text: str, position: int) -> tuple[str, int]:
 
 
 def read_array(text: str, position: int) -> tuple[list[str], int]:
-    """(words of an array, position after its closing bracket)."""
+    """(words of an array, position after its closing bracket). `position`: that after its opening bracket."""
     words: list[str] = []
     while position < len(text) and text[position] != ")":
         if blank := BLANK.match(text, position) or COMMENT.match(text, position):
@@ -82,7 +82,8 @@ def read_array(text: str, position: int) -> tuple[list[str], int]:
 
 
 def skip_here_documents(text: str, position: int, delimiters: list[str]) -> int:
-    """The position after the here-documents that start at `position`."""
+    """The position after the here-documents that start at `position`, one for each of the `delimiters`, in order; each
+    ends with a line that is its delimiter."""
     for delimiter in delimiters:
         closing = re.compile(rf"^\t*{delimiter}[ \t]*$", re.MULTILINE).search(text, position)
         position = closing.end() if closing else len(text)
@@ -100,7 +101,8 @@ def end_of_part(text: str, position: int) -> int:
 
 
 def end_of_nesting(text: str, position: int, opening: str) -> int:
-    """The end of a quotation or substitution that `opening` has opened; parts in between may be nested."""
+    """Position after the mark that closes a quotation or substitution, which began with `opening`. `position`: start of
+    its content, in which others may be nested."""
     while position < len(text) and text[position] != CLOSING[opening]:
         if opening == '"' and text[position] == "'":
             position += 1

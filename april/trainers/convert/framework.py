@@ -52,7 +52,8 @@ class Framework:
     no entry of their own in `table`, but match one with a `*`."""
 
     def read(self, path: Path, text: str, environment: Mapping[str, str]) -> Options:
-        """Read the options of the script at `path`. `environment`: variables that it can use. Raises ConfigError."""
+        """Read the options of the script at `path`, whose content is `text`. `environment`: variables that the script
+        can use. Raises ConfigError."""
         raise NotImplementedError
 
     def defaults_of(self, options: Options) -> Mapping[str, Any]:

@@ -44,7 +44,8 @@ ESTIMATORS = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
-"""April's `algorithm.advantage` for each value of slime's `--advantage-estimator`, which also names the loss."""
+"""April's `algorithm.advantage` for each value of slime's option `--advantage-estimator`. In slime that option sets the
+loss too."""
 OWN_CODE = Unsupported("it names code of slime's interfaces; write it as a part of April's, docs/extending.md")
 VERIFIERS = {"deepscaler": "deepscaler", "dapo": "dapo", "math": "math", "f1": "f1", "remote_rm": "remote"}
 """Name of April's verifier for each value of slime's `--rm-type`."""

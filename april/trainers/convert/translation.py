@@ -44,8 +44,8 @@ class Options:
 
 
 def script_options(text: str, environment: Mapping[str, str], program: str, hydra: bool = False) -> Options:
-    """The options of the one command that calls `program`, a regular expression for the end of its name. `hydra`: they
-    are KEY=VALUE overrides. Raises ConfigError."""
+    """Options of the one command in a bash script, `text`, that calls `program`, a regular expression for the end of
+    its name. `environment`: variables of the script. `hydra`: they are KEY=VALUE overrides. Raises ConfigError."""
     script = Script.read(text, environment)
     words = launch_arguments(script.invocations, program)
     options = hydra_overrides(words) if hydra else flag_options(words)
@@ -138,7 +138,7 @@ def file_options(text: str, path: Path) -> Options:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by their dotted names."""
+    """The values of nested tables by their dotted names, which begin with `prefix`."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
         values |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -332,8 +332,8 @@ class Translation:
         self.set_key(key, self.value(name), name)
 
     def set_paths(self, name: str, files: Any) -> None:
-        """Set the path of the dataset, or its sources if `files`, the value of the option `name`, is a list of
-        several."""
+        """Set `data.path` to the one file in `files`, or `data.sources` to its files if it is a list of several.
+        `files`: the value of the option `name`."""
         if isinstance(files, list) and len(files) > 1:
             self.set_key("data.sources", [{"path": file} for file in files], name)
         else:

@@ -70,7 +70,7 @@ def python_options(text: str, path: Path, configs: Collection[str], trainers: Co
 
 
 class ScriptReader:
-    """Evaluates expressions of a Python script without running it, if they are constant."""
+    """Evaluates constant expressions of a Python script without running the script."""
 
     def __init__(self, tree: ast.Module, path: Path) -> None:
         self.tree, self.path, self.read_nodes = tree, path, 0
@@ -109,7 +109,8 @@ class ScriptReader:
             raise LookupError(f"line {node.lineno}: {ast.unparse(node)} is only known when it is run") from None
 
     def name(self, node: ast.Name) -> Any:
-        """A function as MODULE:NAME, or the value of a variable that is assigned once. Raises LookupError."""
+        """What a name in the script stands for: a function, as MODULE:NAME, or the value of a variable that is assigned
+        once. Raises LookupError for any other name."""
         if node.id in self.functions:
             return f"{self.path.stem}:{node.id}"
         if node.id in self.imported:

@@ -76,12 +76,17 @@ class AsyncRollouts:
         await self._call(partial(self.run.consumed, batch, metrics, discarded))
 
     async def publish(self, weights: Weights) -> dict[str, float]:
-        """As `Rollouts.publish`; do not change the weights before it returns, when they have been copied."""
+        """Start sending the current weights to the workers, after the previous ones have arrived; returns figures about
+        the previous transfer. `weights`: as for `Rollouts.publish`. Do not change them before this call returns: by
+        then they are copied."""
         return await self._call(partial(self.run.publish, weights))
 
     @asynccontextmanager
     async def updating(self, score: Score | None = None) -> AsyncIterator[bool]:
-        """As `Rollouts.updating`; `score` is called in the one thread that makes all calls of this object."""
+        """An `async with` block in which the trainer loads the weights of its current step into the inference servers
+        (`weights.transport` = "external"). Yields whether the servers need them; not while batches are repeated after a
+        restart. `score`: the trainer's log-probabilities of the canary, called in the one thread that makes all calls
+        of this object; None: the loaded weights are not verified."""
         block = self.run.updating(score)
         due = await self._call(block.__enter__)
         try:
@@ -102,5 +107,6 @@ class AsyncRollouts:
 
 
 def connect(*arguments: Any, **keys: Any) -> AsyncRollouts:
-    """As `april.connect`; the connection is made when the `async with` block is entered."""
+    """The asyncio form of `april.connect`, with the same parameters, for `async with connect(...) as run:`. The
+    connection is made, and errors are raised, when the block is entered."""
     return AsyncRollouts(partial(synchronous.connect, *arguments, **keys))

@@ -249,7 +249,8 @@ class Rollouts:
 
     def version(self, step: int, score: Score | None = None) -> None:
         """Tell the workers that their servers hold weights `step`; equivalent to an empty `updating` block, for servers
-        that have loaded these weights and generated nothing since."""
+        that have loaded these weights and generated nothing since. `score`: the trainer's log-probabilities of the
+        canary; None: the loaded weights are not verified."""
         if step != self.step:
             raise ValueError(f"version {step} was said of weights that hold {self.step} batches; say run.step")
         with self.updating(score):

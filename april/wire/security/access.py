@@ -172,7 +172,8 @@ class Handshake:
     """
 
     def __init__(self, socket: zmq.Socket[bytes], keys: Keys | None, server: str = ""):
-        """`server`: CURVE public key of the server that the socket connects to."""
+        """`keys`: this side's CURVE keys; None: the socket uses no CURVE. `server`: CURVE public key of the server that
+        the socket connects to."""
         if keys:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()

@@ -13,7 +13,8 @@ from typing import overload
 from april.util.errors import refuse
 
 ALLOW_LIST = "allow-list"
-"""Name of the allow-list file in a key folder."""
+"""Name of the file in a folder of keys that lists the public keys of the peers that may connect, with their roles and
+names."""
 RUN_KEYS = "keys"
 """Name of the folder, in the run folder, with the keys that April makes for the run."""
 ROLES = ("worker", "scorer", "agents", "learner", "monitor")

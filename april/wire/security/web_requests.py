@@ -54,7 +54,8 @@ def is_address(host: str) -> bool:
 
 
 class CheckedRequestHandler(BaseHTTPRequestHandler):
-    """A request handler of the standard library's HTTP server that makes the check."""
+    """A request handler of the standard library's HTTP server that answers 403 to a request from a web page of another
+    site, or to another host name than the server's."""
 
     names: frozenset[str] = frozenset()
     """Host names of the server, from `names_of`."""
@@ -69,9 +70,9 @@ class CheckedRequestHandler(BaseHTTPRequestHandler):
 
 
 def check_requests(names: Collection[str], has_secret: "Callable[[web.Request], bool]" = lambda request: False) -> Any:
-    """Create the aiohttp middleware that makes the check of a server with these host names (`names_of`). `has_secret`:
-    whether a request carries a secret that no web page knows; such a request may have any Host, since a proxy may set
-    its own."""
+    """Create the aiohttp middleware that answers 403 to a request from a web page of another site, or to a host name
+    that is not in `names`, the server's (`names_of`). `has_secret`: whether a request carries a secret that no web page
+    knows; such a request may have any Host, since a proxy may set its own."""
     from aiohttp import web
 
     @web.middleware

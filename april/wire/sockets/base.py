@@ -128,15 +128,16 @@ INTERFACE_NAME_BYTES = 16
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address on the route to `host`, found without sending anything. Raises OSError."""
+    """This machine's IPv4 address on the route to `host`, found by connecting a UDP socket to `host` and `port`, which
+    sends nothing. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
 def interface_towards(host: str, port: int) -> str:
-    """Name of the network interface with this machine's address on the route to `host`; "" if it cannot be found
-    (systems other than Linux). Raises OSError."""
+    """Name of the network interface with this machine's address on the route to `host` (`own_address`); "" if it cannot
+    be found, as on systems other than Linux. Raises OSError."""
     if sys.platform != "linux":
         return ""
     address = own_address(host, port)

@@ -57,7 +57,7 @@ class BrokerConnection:
     welcome = connection.hello(lease_ids=[])
     connection.send(wire.WorkerCapacity(version, capacity=64))
     connection.hold(lease_ids, emitted_tokens)
-    for received in connection.receive(timeout_ms=20):
+    for received in connection.receive(timeout_ms=20):  # ends without one if none arrives within 20 ms
         ...
     """
 
@@ -138,7 +138,8 @@ class BrokerConnection:
         self._control.session = 0
 
     def hold(self, lease_ids: Iterable[int], emitted_tokens: int = 0) -> None:
-        """Set what heartbeats report: this peer's leases, and the tokens sampled since its process started."""
+        """Set what heartbeats report: all leases of this peer, which they renew, and the number of tokens sampled since
+        its process started."""
         self._control.lease_ids, self._control.emitted_tokens = list(lease_ids), emitted_tokens
 
     def occupy(self, slots: wire.Slots) -> None:
@@ -218,8 +219,8 @@ class BrokerConnection:
     def request_parts(
         self, message: wire.Message, is_complete: Callable[[list[wire.Received]], bool], timeout_s: float | None = None
     ) -> list[wire.Received]:
-        """Send a request as `request` does, for an answer in several messages; it ends when `is_complete` is true of
-        those received. `timeout_s`: as for `request`."""
+        """Send a request as `request` does, and return the messages of its answer, in order: all up to the one with
+        which `is_complete(messages)` becomes true. `timeout_s`: as for `request`."""
         deadline = clock.now() + (math.inf if timeout_s is None else timeout_s)
         sequence = self.send(message)
         answers: list[wire.Received] = []

@@ -44,7 +44,7 @@ class Control(threading.Thread):
         self.lease_ids: Sequence[int] = ()
         self.emitted_tokens = self.received_bytes = 0
         self.slots: wire.Slots | None = None
-        """What a worker's samples wait for or do, as heartbeats report it: see `wire.Heartbeat.slots`."""
+        """Numbers of the worker's samples that generate or wait, for the next heartbeats; None: not reported."""
         self._renew_s = 0.0
         self._next_beat = self._next_renewal = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

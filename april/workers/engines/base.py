@@ -185,7 +185,7 @@ class Engine(Protocol):
 
 
 class TimeSharingEngine(Engine, Protocol):
-    """An engine that can share its accelerator in time with the learner (`shares_time` of its entry)."""
+    """An engine that can share its accelerator in time with the learner (its registry entry has `shares_time`)."""
 
     def release(self) -> None:
         """Release the accelerator's memory, weights included; called while no request runs or is queued.
@@ -199,7 +199,7 @@ class TimeSharingEngine(Engine, Protocol):
 
 
 class AdapterEngine(Engine, Protocol):
-    """An engine that loads adapters on top of the base model's weights (`takes_adapters` of its entry)."""
+    """An engine that loads adapters on top of the base model's weights (its registry entry has `takes_adapters`)."""
 
     def load_adapter(self, version: Version, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
         """Replace the current adapter by another one, between two decode steps; running sequences and errors are
@@ -230,7 +230,8 @@ class Ticks:
         self.next = now + period_s * random.random()
 
     def passed(self, now: float) -> bool:
-        """Whether a tick has passed since the last one returned. `now`: seconds of one monotonic clock."""
+        """Whether a tick has passed since the last call that returned True. `now`: seconds of the same monotonic clock
+        in all calls."""
         if now < self.next:
             return False
         missed = math.floor((now - self.next) / self.period_s) if self.period_s else 0

@@ -285,7 +285,8 @@ def check_heads(expected: Mapping[str, tuple[int, ...]], tied: bool, shapes: Map
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tied: bool, tensors: "Mapping[str, torch.Tensor]") -> None:
-    """Raise EngineError unless names and shapes are as `expected`, see `check_heads`, and all values are finite."""
+    """Raise EngineError unless the tensors have exactly the `expected` names and shapes, and all values are finite.
+    `tied`: the output projection is tied to the embedding, and may be present or not."""
     check_heads(expected, tied, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         if not is_finite(tensor):

@@ -53,7 +53,8 @@ ROUNDING: Mapping[str, float] = {"float32": 4e-5, "float16": 0.02, "bfloat16": 0
 of the canary, by data type. If the learner has measured this difference itself, its value is used for types of 16
 bits."""
 OTHER_ROUNDING = 0.24
-"""The same expectation as `ROUNDING` (nats), for all other data types, which have 8 bits and fewer."""
+"""Mean difference (nats) that rounding is expected to make between learner and engine in the log-probability of a token
+of the canary, a fixed text, for the data types that `ROUNDING` does not name, which have 8 bits and fewer."""
 MIN_ROUNDING_16 = 1e-4
 """Lower bound of the mean difference that rounding is expected to make for a type of 16 bits (nats)."""
 
@@ -71,12 +72,12 @@ class CanaryScore:
     published: np.ndarray
     """float64 [T - 1]: log-probabilities of the canary's tokens after the first, as the learner has published them."""
     scored: np.ndarray
-    """float64 [T - 1]: log-probabilities of the same tokens, as the engine has computed them."""
+    """float64 [T - 1]: log-probabilities of the canary's tokens after the first, as the engine has computed them."""
     digest: str
     """Digest of the weights under which the engine has scored the canary."""
     rounding: float
-    """Mean difference between engine and learner that rounding is expected to make in these log-probabilities
-    (nats)."""
+    """Mean difference (nats) that rounding is expected to make between engine and learner in the log-probabilities of
+    the canary's tokens."""
 
     @property
     def noise(self) -> float:
@@ -107,9 +108,9 @@ class WeightCheck:
         and learner, as a multiple of the difference that rounding is expected to make."""
         self._last: CanaryScore | None = None
         self._reference: CanaryScore | None = None
-        """Score from which the learner's and the engine's changes are measured in the next checks. At first the score
-        of the first version that passed; then that of each version in which the learner has moved since
-        (MOVEMENT_FACTOR)."""
+        """Score of an earlier version, compared with which the engine's log-probabilities have to have changed as the
+        learner's have: that of the first version that passed the check; later that of each version whose learner's
+        log-probabilities differ clearly from those of the reference before (MOVEMENT_FACTOR)."""
 
     def judge(self, staged: StagedWeights, canary: Canary, scored: np.ndarray, dtype: str) -> None:
         """Compare the engine's log-probabilities of the canary's first T tokens, `scored`, float32 [T - 1], computed in
@@ -135,7 +136,8 @@ class WeightCheck:
             self._reference = score
 
     def compare(self, staged: StagedWeights, engine: Engine) -> None:
-        """Check that the engine holds the staged tensors, if it is a `ComparingEngine`. Raises WrongWeights."""
+        """Check that the engine holds the staged tensors. Raises WrongWeights if it does not. Checks nothing for an
+        engine that cannot compare tensors (is no `ComparingEngine`), nor for an adapter."""
         if not isinstance(engine, ComparingEngine) or staged.tensors is None or staged.adapter:
             return
         if differing := engine.differing(staged.tensors):
@@ -149,8 +151,8 @@ class WeightCheck:
         return self._fail(staged, f"it does not score the canary: {error}")
 
     def _fail(self, staged: StagedWeights, why: str) -> WrongWeights:
-        """Count a failed check, and return its error for the reason `why`. The score from which changes are measured
-        stays."""
+        """Count a failed check of the version `staged`, and return its error, with the reason `why`. The earlier scores
+        with which new ones are compared stay as they are."""
         self.failures += 1
         return WrongWeights(f"the engine is not seen to hold version {staged.version}: {why}")
 

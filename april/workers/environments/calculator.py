@@ -37,9 +37,10 @@ def calculator(turn: EnvironmentTurn) -> Observation:
 
 
 def scratchpad(turn: EnvironmentTurn) -> Observation:
-    """A calculator for the quickstart's task (`april/data/arithmetic.py`). A step `KK*D+us=` asks for the product of KK
-    (two digits) and D (one digit) plus the addend `us`, modulo 100. The addend is written with its units digit, u,
-    before its tens digit, s, and so is the answer, `#us`."""
+    """A calculator for the quickstart's task (`april/data/arithmetic.py`): answers a turn that ends with a step like
+    `12*3+54=`, of two digits, one digit and an addend of two digits, with `#` and the result modulo 100. Addend and
+    result are written units digit first: this step is 12 * 3 + 45 = 81, and its answer `#18`. Any other turn is
+    answered with `error`."""
     found = STEP.search(turn.text)
     if not found:
         return with_counts(turn, ERROR)

@@ -114,7 +114,8 @@ def answer_call(name: str, call: EnvironmentCall, traced: bool = False) -> Envir
 
 
 def observe(environment: Environment, call: EnvironmentCall) -> EnvironmentAnswer:
-    """Call the environment. Raises what it raises, and TypeError or ValueError for an invalid observation."""
+    """Call the environment; returns its observation, cut to OBSERVATION_CHARACTERS, and its state. Raises what the
+    environment raises, and TypeError or ValueError for an invalid observation."""
     state = msgspec.msgpack.decode(call.state) if call.state else None
     observation = environment(
         EnvironmentTurn(

@@ -31,14 +31,14 @@ from april.workers.rewards.text import after_thinking
 
 
 class StreamTest(NamedTuple):
-    """Standard input, and the expected standard output."""
+    """A test that runs the program with `given` as standard input, and expects `wanted` as standard output."""
 
     given: str
     wanted: str
 
 
 class CallTest(NamedTuple):
-    """A function's arguments, as a JSON list, and its expected result."""
+    """A test that calls a function with `given`, its arguments as a JSON list, and expects the result `wanted`."""
 
     name: str
     given: str
@@ -160,13 +160,15 @@ def function_in(columns: dict) -> str:
 
 
 def owner_in(columns: dict) -> str:
-    """Class whose method is under test; empty without one. `solution` in `solution.add` is a module, not a class."""
+    """Name of the class whose method is under test, by a name such as `Solution().add` in the columns of a label; "" if
+    a function is. `solution` in `solution.add` is a module, not a class."""
     owner = METHOD.match(named_in(columns))
     return owner[1] if owner and owner[1] not in PROGRAM_MODULES else ""
 
 
 def named_in(columns: dict) -> str:
-    """Name of the function under test, as the columns or their metadata give it; empty without one."""
+    """Name of the function under test, as the columns of a label (a JSON object) or their metadata give it; empty
+    without one."""
     metadata = columns.get("metadata") or {}
     metadata = parsed(metadata) if isinstance(metadata, str) else metadata
     named = (str(place[key]) for place in (columns, metadata) for key in FUNCTION_KEYS if place.get(key))
@@ -285,7 +287,8 @@ def code(items: list[Item], rules: RewardRules) -> list[Score]:
 
 
 def last_block(text: str) -> str | None:
-    """The last code block marked as Python; if none is, the last one without a language. None without a block."""
+    """The last code block of `text` that is marked as Python; if none is, the last one without a language. None without
+    a block."""
     blocks = BLOCK.findall(text)
     named = [block for language, block in blocks if language]
     return named[-1] if named else blocks[-1][1] if blocks else None
@@ -357,8 +360,8 @@ def run_limited(program: str, given: str, rules: RewardRules, entry: str = "") -
 
 NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
 TOLERANCE = Decimal("1e-6")
-"""How far a number may be from an expected one that has decimals: by this share of the expected number, or by this much
-in absolute terms, but then by no more than half a unit of its last decimal."""
+"""How far a number may be from an expected one that has decimals. It may differ by this share of the expected number.
+It may also differ by this much in absolute terms or by half a unit of the last decimal, whichever is less."""
 
 
 def is_wanted_text(text: str, wanted: str) -> bool:

@@ -133,7 +133,7 @@ def verifiers_verifier(function: Function) -> Function:
 
 
 def verifier_of_task(kind: Any) -> Callable[..., tuple[float, dict[str, float]]]:
-    """A verifier that scores with a Task class of the package `verifiers`, version 0.3 or 0.4.
+    """A verifier that scores with the rewards of `kind`, a Task class of the package `verifiers`, version 0.3 or 0.4.
 
     Raises LookupError for a class that is not a Task, or whose rewards need the runtime that a task ran in.
     """

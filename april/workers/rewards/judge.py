@@ -171,7 +171,8 @@ NEXT = next
 
 
 class StopCatcher(ast.NodeTransformer):
-    """Lets tests that catch an exception of STOPPED by its name also catch its stand-in."""
+    """Rewrites tests: what catches StopIteration or StopAsyncIteration by its name also catches the stand-in of that
+    exception (STOPPED)."""
 
     def visit_Tuple(self, node):
         self.generic_visit(node)
@@ -193,20 +194,21 @@ class StopCatcher(ast.NodeTransformer):
 
 
 def is_exception(node):
-    """Whether an expression is the name of a built-in exception."""
+    """Whether a syntax tree (`node`) is the name of a built-in exception."""
     kind = getattr(builtins, getattr(node, "id", ""), None)
     return isinstance(kind, type) and issubclass(kind, BaseException)
 
 
 def both(node):
-    """A list of `node` and, if `node` is a name in STOPPED, of the name of its stand-in."""
+    """List of syntax trees: `node`, an exception in a test, and if it is the name StopIteration or StopAsyncIteration
+    also the name of its stand-in (STOPPED)."""
     name = NAMES_OF_STOPS.get(getattr(node, "id", ""))
     return [node, ast.Name(name, ast.Load())] if name else [node]
 
 
 def caught(node):
-    """The expression `node`, an exception or a tuple of exceptions that a test catches, with the stand-in of each name
-    of STOPPED added."""
+    """Syntax tree of what a test catches, `node` (an exception or a tuple of exceptions), with the stand-ins (STOPPED)
+    of StopIteration and StopAsyncIteration added where `node` names these."""
     kinds = [each for element in (node.elts if isinstance(node, ast.Tuple) else [node]) for each in both(element)]
     return kinds[0] if len(kinds) == 1 else ast.Tuple(kinds, ast.Load())
 
@@ -219,7 +221,8 @@ def compiled(source, name):
 
 
 def next_of(iterator, *default):
-    """The built-in `next`, which also returns its default at the end of an iterator of the program."""
+    """Stands in for the built-in `next` in tests: returns the `default`, if one is given, at the end of any iterator,
+    also of one of the program, which ends with a stand-in (STOPPED) instead of StopIteration."""
     try:
         return NEXT(iterator, *default)
     except STOPPED[StopIteration]:
@@ -250,8 +253,9 @@ class Judge:
         return found
 
     def ask(self, operation, /, *arguments, **named):
-        """Have the program's process do an operation of `program_side.OPERATIONS`, such as "call" or "getattr", on
-        `arguments`; return its result, or raise the exception that the program raised."""
+        """Have the program's process do an operation of `program_side.OPERATIONS`, such as "call" or "getattr", with
+        positional `arguments` and keyword arguments `named`; return its result, or raise the exception that the program
+        raised."""
         handles = [each for each in (*arguments, *named.values()) if type(each) is HeldValue]
         if operation not in OPERATORS and any(handle._judge_origin == DERIVED for handle in handles):
             raise TypeError("a test takes nothing of what an operator with a plain value returned")
@@ -444,8 +448,8 @@ def run_class(kind):
 
 
 def with_attributes(plain, handle):
-    """The plain value as an instance of a subclass of its class. Attributes that its class lacks are those of the
-    program's object (`handle`). The judge compares the plain value itself, in its own process."""
+    """The plain value as an instance of a subclass of its class, for the tests to compare. Attributes that its class
+    lacks are read from the program's object (`handle`). Unchanged if its class is no number, text or container."""
     base = type(plain)
     if base not in (int, float, str, tuple, list, dict, set, frozenset):
         return plain

@@ -29,7 +29,8 @@ SIZES = re.compile(r"\\(?:left|right)(?![a-z])|[\s$]")
 
 
 def are_opposed(label: str, answer: str) -> bool:
-    """Whether two answers differ whatever their numbers are: one says the opposite, or is of another kind."""
+    """Whether two answers are unequal whatever their numbers are: one has the opposite word or direction of the other,
+    another condition, another kind of unit (`kind_of`), or is a tuple where the other is a set."""
     words = [{word.lower() for word in WORD.findall(text)} for text in (label, answer)]
     if have_opposites(*words) or sorted(CONDITION.findall(label)) != sorted(CONDITION.findall(answer)):
         return True
@@ -50,7 +51,8 @@ def have_opposites(one: set[str], other: set[str]) -> bool:
 
 
 def kind_of(text: str) -> str:
-    """Kind of an answer: "percent", "degree", or "unit" for any known unit; empty for a plain number."""
+    """Kind of an answer: "unit" if it has a known unit, "percent" or "degree" if it is marked as such; "" for a plain
+    number or other text."""
     if (unit := measured(text)) and unit.dimension and unit.certain:
         return "unit"
     return "percent" if PERCENT.search(text) else "degree" if DEGREE.search(text) else ""

@@ -150,9 +150,9 @@ def depth(text: str) -> int:
 
 
 def compared_by_units(label: str, answer: str, found: str) -> bool | None:
-    """Whether label and answer are equal, if one of them has a unit of measurement; None if they have to be compared by
-    the library `math-verify` as they are. `found`: what this library found in an answer that is a text; empty for the
-    content of a box."""
+    """Whether label and answer are equal, if one of them has a unit of measurement; None if units do not decide it, so
+    that the library `math-verify` has to compare them. `found`: the value that this library found in `answer`, if
+    `answer` is a whole text; "" if `answer` is the content of a box."""
     wanted, given = measured(label), unit_behind(found, answer) if found else measured(answer)
     if wanted and given:
         if wanted.contradicts(given):
@@ -273,7 +273,8 @@ def compared_as_text(label: str, answer: str) -> bool | None:
 
 
 def are_same_points(label: re.Match[str], answer: re.Match[str]) -> bool | None:
-    """Whether two names of points, such as AB, mean the same; None if they are of different figures.
+    """Whether two names made of points, such as AB, mean the same; None if one is, say, an angle and the other a
+    triangle.
 
     The letters of a pair (a segment, or a product) and of a triangle may be in any order; those of an angle may be
     reversed. In any other name the order counts.

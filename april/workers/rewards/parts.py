@@ -18,8 +18,8 @@ Details = Mapping[str, float]
 
 
 def parts_of(verifier: str, rules: RewardRules) -> dict[str, RewardPart]:
-    """The parts of which a response's reward is composed. Empty if the response is scored by another verifier than the
-    run's (`reward.name`): then that verifier's reward counts."""
+    """The configured parts of which a response's reward is composed, by name. `verifier`: the response's own. If it is
+    not the run's (`reward.name`), the result is empty, and this verifier's reward alone counts."""
     return rules.parts if verifier == rules.name else {}
 
 

@@ -74,7 +74,8 @@ class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
         return answers
 
     def count_undecided(self, scores: list[Score]) -> None:
-        """Count undecided responses; logs a warning at the 1st, 2nd, 4th, 8th ... of them."""
+        """Count those of `scores` whose verifier could not decide a response within its limits, so that it counts as
+        wrong; logs a warning at the 1st, 2nd, 4th, 8th ... of them."""
         for score in scores:
             if score.details.get(OVER_LIMIT):
                 self.undecided += 1

@@ -109,7 +109,8 @@ def is_skipped(node: Function | ast.ClassDef) -> bool:
 
 
 def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that are certainly executed: those of a module, and below `if __name__ == "__main__"`."""
+    """The statements that a module with the statements `body` certainly executes: those of `body`, where
+    `if __name__ == "__main__"` is replaced by the statements in it."""
     for node in body:
         if isinstance(node, ast.If) and "__name__" in loads(node.test):
             yield from top_level(node.body)

@@ -83,14 +83,16 @@ LIBRARIES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"
              "networkx": "networkx", "sympy": "sympy", "torch": "torch", "pytest": "pytest"}  # fmt: skip
 """Modules that tests may use without an import, by the names they use. These names are never the program's."""
 SINGLE_LETTERS = frozenset(string.ascii_uppercase)
-"""Capital letters: the names of the flags in the module `re`, but often also of a program's class."""
+"""The capital letters A to Z. Some are names of flags in the module `re`, but in tests they often name the program's
+class, so they do not count as names of the standard library."""
 UNREACHABLE = {"capsys", "monkeypatch", "mocker", "tmp_path", "patch", "redirect_stdout", "redirect_stderr"}
 """Names that show that a test patches the program's process or reads its output, neither of which a judge can do."""
 
 
 def plan_of(source: str, prompt: Any = None, entry_point: str = "", owner: str = "") -> LabelPlan:
-    """The plan that tells a judge how to run Python tests. `owner`: the program's class whose method they test, if they
-    test one.
+    """The plan that tells a judge how to run the Python tests in `source`. `prompt`: the row's prompt, used if it is
+    Python that defines `entry_point`. `entry_point`: name of the function under test, "" if not known. `owner`: name of
+    the program's class if a method is tested, else "".
 
     Raises ValueError if they cannot be run, or assert nothing.
     """

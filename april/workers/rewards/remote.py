@@ -67,7 +67,8 @@ def request_of(rules: RewardRules, body: bytes) -> urllib.request.Request:
 
 
 def secret(name: str) -> str:
-    """The value of an environment variable. Raises RemoteError."""
+    """The value of the environment variable `name`. Raises RemoteError if it is not set, or is not one word of visible
+    ASCII characters."""
     value = os.environ.get(name, "").strip()
     if not re.fullmatch("[!-~]+", value):
         raise RemoteError(f"the environment variable {name} of the reward model is not set, or is no ASCII word")

@@ -115,7 +115,7 @@ def find_parent_group() -> tuple[Path | None, str]:
 
 
 def control_groups() -> Iterator[Path]:
-    """The control groups of this process, and their ancestors."""
+    """Folders of this process's control groups that may limit memory, each followed by its ancestors."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -240,7 +240,7 @@ FILE_MARKS = (b"OSError: [Errno 27]", b"OSError: [Errno 28]")
 MEMORY_MARKS = (b"MemoryError", b"Cannot allocate memory", b"std::bad_alloc")
 PROCESS_MARKS = (b"BlockingIOError: [Errno 11]", b"can't start new thread", b"OSError: [Errno 11]")
 RUNNING, RUNNING_LOCK = set[int](), threading.Lock()
-"""Ids of the first processes of programs under way in this process: a program and its judge run at the same time."""
+"""Ids of the first processes of the programs running now (a program and its judge run at once), and the set's lock."""
 TAIL_BYTES = 4000
 PREFIX = "april-program-"
 REMOVAL_S = 1.0

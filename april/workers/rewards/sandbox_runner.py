@@ -187,7 +187,8 @@ def become_nobody(folder: str) -> None:
 
 
 def confine(folder: str) -> None:
-    """Let this process and its children open only the files that a program needs. No-op without Landlock."""
+    """Let this process and its children open only the files that a program needs: `folder`, which they may write, the
+    interpreter and the system's libraries. No-op without Landlock."""
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(ABI_ONLY))
     if version < 1:

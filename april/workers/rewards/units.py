@@ -31,7 +31,7 @@ class Measured(NamedTuple):
         return bool(self.dimension and other.dimension) and self.dimension != other.dimension
 
     def in_base_units(self) -> str:
-        """The value in TeX, multiplied by the factor."""
+        """TeX of the value converted to base units: the value times `factor`, the unit's size in base units."""
         value = DECIMAL.sub(exact, THOUSANDS.sub("", self.value.rpartition("=")[2]))
         return rf"\left({value}\right)\cdot\frac{{{self.factor.numerator}}}{{{self.factor.denominator}}}"
 
@@ -41,7 +41,7 @@ DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)")
 
 
 def exact(decimal: re.Match[str]) -> str:
-    """A decimal number as a fraction in TeX, which does not round."""
+    """TeX of a decimal number as a fraction, so that nothing is rounded. `decimal`: a match of `DECIMAL`."""
     return rf"\frac{{{int(decimal[1] + decimal[2])}}}{{{10 ** len(decimal[2])}}}"
 
 
@@ -143,7 +143,8 @@ SUMMANDS = re.compile(rf"\s*{SUMMAND.pattern}(?:(?:\s|,|\\[,;: ]|\band\b)*{SUMMA
 LONGEST = 200
 """Longest answer in which a unit is looked for (characters)."""
 BEHIND_BOX = re.compile(r"[,;!?\n$]|\.(?=\s|$)|\\[)\]]")
-"""Regular expression for the end of a formula or clause: a unit after a box is looked for up to there."""
+"""Regular expression for the end of a formula or clause. A unit of a boxed number is looked for only between the box
+and the first match behind the box."""
 TOKEN = re.compile(r"[A-Za-z]+|\^-?\d|/")
 SPELLINGS = (
     (re.compile(r"[{}]"), ""),
@@ -269,7 +270,8 @@ def unit_behind(value: str, text: str) -> Measured | None:
 
 
 def with_unit(answer: str, behind: str) -> str:
-    """A boxed number with the unit that follows its box; the answer itself without one."""
+    """`answer`, the content of a box, followed by its unit if it is a number and `behind`, the text after the box,
+    begins with a unit; otherwise `answer` alone."""
     if not AMOUNT.fullmatch(answer):
         return answer
     words = re.split(r"\bin\b", BEHIND_BOX.split(behind.lstrip(" $*"), maxsplit=1)[0])[0].split()

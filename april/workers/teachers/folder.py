@@ -42,8 +42,9 @@ class FolderTeacher:
         return torch.cat(found).cpu().numpy()
 
     def told(self, logprobs: "Tensor", targets: "Tensor") -> "Tensor":
-        """What `messages.Teacher` returns for n tokens, from the model's log-probabilities [n, V]: those of `targets`,
-        int64 [n, 1], and the k likeliest pairs (id, log-probability) among the policy's ids."""
+        """The teacher's answer for n tokens, from the model's log-probabilities [n, V]: those of the token ids
+        `targets`, int64 [n, 1], as float32 [n]. With `top_k` = k > 0, float32 [n, 1 + 2k]: each followed by the k
+        likeliest pairs (id, log-probability) among the ids that the policy has too."""
         import torch
 
         own = logprobs.gather(1, targets)

@@ -41,7 +41,7 @@ class Teachers:
     """All teachers of a scorer. A pool starts with the first response for its teacher.
 
     teachers.submit(key, "big", prompt, [response])
-    scores = teachers.joined(verifiers.poll())       # those that have both
+    scores = teachers.joined(verifiers.poll())       # those that have both by now; never waits
     """
 
     def __init__(self, config: Config):
@@ -60,8 +60,9 @@ class Teachers:
     def submit(
         self, key: int, name: str, prompt: np.ndarray, responses: Sequence[np.ndarray], starts: Sequence[int] = ()
     ) -> None:
-        """Ask a teacher for the log-probabilities of responses, int32 [R] each, to a prompt, int32 [P]. `starts`: index
-        of the first token to be scored in each response; empty: 0 for all."""
+        """Ask the teacher `name` for the log-probabilities of responses, int32 [R] each, to a prompt, int32 [P]. `key`:
+        key of the score to which they belong. `starts`: index of the first token to be scored in each response; empty:
+        0 for all. Does not wait."""
         pool = self._pools.get(name)
         if pool is None:
             pool = self._pools[name] = TeacherPool(self.config, name)

@@ -43,8 +43,8 @@ def main(limit_s: float) -> None:
 
 
 def answer_of(teacher: Teacher, item: TeacherItem, rules: TeacherRules) -> TeacherAnswer:
-    """Ask a teacher for the log-probabilities of an item's responses. Raises TeacherError if it gives another number of
-    values than was asked for, or invalid ones."""
+    """Ask a teacher for the log-probabilities of an item's responses, each after the item's prompt. Raises TeacherError
+    if the teacher gives another number of values than was asked for, or invalid ones."""
     prompt = np.frombuffer(item.prompt, "<i4")
     texts = [np.concatenate([prompt, np.frombuffer(data, "<i4")]) for data in item.responses]
     begins = [len(prompt) + start for start in item.starts or [0] * len(texts)]

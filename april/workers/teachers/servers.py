@@ -56,8 +56,10 @@ class ServerTeacher:
         return self.told(ids.tolist(), scored)
 
     def told(self, ids: list[int], scored: list[ScoredToken]) -> np.ndarray:
-        """What `messages.Teacher` returns for a text with the token ids `ids`, from its tokens as the server has scored
-        them. Raises TeacherError if the server reports another number of tokens, or too few likeliest ids."""
+        """Log-probabilities of the token ids 1 to T - 1 of a text, float64 [T - 1], or with `top_k` = k > 0 [T - 1, 1 +
+        2k], each followed by k pairs (id, log-probability) of the likeliest ids. `ids`: the text's T token ids;
+        `scored`: its tokens as the server has scored them. Raises TeacherError if the server reports another number of
+        tokens, or too few likeliest ids."""
         if len(scored) != len(ids):
             raise TeacherError(f"the server scored {len(scored)} tokens where {len(ids)} were asked for")
         k = self.rules.top_k

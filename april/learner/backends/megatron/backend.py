@@ -39,9 +39,8 @@ class MegatronPart(CheckpointPart):
     stores the tensors of its pipeline stage."""
 
     def tensors_of(self, mapped: MappedTensor) -> dict[str, Sequence[Tensor]]:
-        """The tensors that a checkpoint stores of a Hugging Face tensor, each shaped like one of its Megatron
-        parameters: the parameters themselves under "model", and the optimizer's moments under the names of the moments.
-        """
+        """What a checkpoint stores of a Hugging Face tensor, by kind: under "model" the Megatron parameters that hold
+        it, and under the name of each of the optimizer's moments the moments of these parameters, in the same order."""
         moments = [self.optimizer.moments(parameter) for parameter in mapped.parameters]
         return {"model": mapped.parameters} | {name: [each[name] for each in moments] for name in moments[0]}
 
@@ -146,8 +145,8 @@ class MegatronBackend(Backend):
         return stages_holding(name, self.lm, self.layout)[0] == self.layout.stage
 
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """All weights on rank 0: each stage gathers its own on its first rank, which sends them to rank 0.
-        Collective."""
+        """All weights by Hugging Face name in `dtype` (None: float32) on rank 0, {} on other ranks: each stage gathers
+        its own weights on its first rank, which sends them to rank 0. Collective."""
         rank, leader = dist.get_rank(), self.layout.leader(self.layout.stage)
         state = gather_tensors(self.tensors(), dtype, leader)
         if rank not in (0, leader):

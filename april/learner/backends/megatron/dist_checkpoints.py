@@ -77,8 +77,8 @@ def read(source: Path, folder: Path) -> tuple[nn.Module, dict[str, Tensor]]:
 
 @contextmanager
 def megatron_model(folder: Path) -> Iterator[tuple[nn.Module, GPTModel, list[MappedTensor]]]:
-    """(model on the meta device, Megatron model without values, mapping of tensors) of a Hugging Face folder. Within
-    this context the process is a process group of one rank."""
+    """Context manager that makes this process a process group of one rank, and yields for a Hugging Face folder: (the
+    model on the meta device, the same model as Megatron's, how the tensors of both map to each other)."""
     device = torch.device("cpu")
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -141,7 +141,8 @@ def check_tensors(
 ) -> None:
     """Compare a checkpoint's tensors, whose `shapes` are given by name, with the model's tensors `wanted`. Raises
     ModelError if a tensor has another shape than the model's (more rows of a vocabulary are allowed), or if the model
-    has no such tensor. Optimizer state, and the duplicates named in `twice`, need not be in the model."""
+    has no such tensor. Optimizer state need not be in the model, nor the names in `twice`, under which a
+    checkpoint may have tensors of the model a second time."""
     known = {tensor.key for tensor in wanted}.union(twice)
     if others := [key for key in shapes if key not in known and OPTIMIZER not in key]:
         raise ModelError(
@@ -199,8 +200,8 @@ def tensor_shapes(source: Path) -> dict[str, torch.Size]:
 
 
 class MegatronUnpickler(checkpoint.MetadataUnpickler):
-    """Unpickles a checkpoint's `.metadata`, in which Megatron names classes of its own; Megatron later reads the same
-    file unrestricted."""
+    """Unpickles a checkpoint's `.metadata`, and refuses every class but those that describe tensors and two of
+    Megatron's. The file is read so first, since Megatron later unpickles it without such a limit."""
 
     others = (
         *checkpoint.MetadataUnpickler.others,

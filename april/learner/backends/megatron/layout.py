@@ -61,8 +61,8 @@ class ParallelLayout:
 
     @property
     def holds_leader_part(self) -> bool:
-        """Whether this rank is in the same replica of its stage as the stage's lowest rank, by the mesh `layers` or by
-        the mesh `experts`."""
+        """Whether this rank is in the same replica of its pipeline stage as the stage's lowest rank. The meshes
+        `layers` and `experts` form different replicas; one of the two suffices."""
         leader, groups = self.leader(self.stage), (each.get_group(SHARES) for each in (self.layers, self.experts))
         return any(leader in dist.get_process_group_ranks(group) for group in groups)
 
@@ -75,7 +75,8 @@ class ParallelLayout:
 
 @cache
 def copies_in(stage: int, stages: int, shares: int) -> Copies:
-    """The copies of a tensor that pipeline stage `stage` holds, one per replica, each divided among `shares` ranks."""
+    """For each copy of a tensor that pipeline stage `stage` of `stages` holds, the ranks that hold it: one copy per
+    replica, each divided among `shares` ranks."""
     return Copies(torch.arange(dist.get_world_size()).view(stages, -1, shares)[stage].tolist())
 
 

@@ -151,7 +151,8 @@ class PackedAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: PackedSequences, **unused
     ):
-        """query [T, H, D], key and value [T, H_kv, D] -> [T, H, D]."""
+        """Attention within each of the packed sequences, whose lengths are in `packed_seq_params`: query [T, H, D], key
+        and value [T, H_kv, D] -> [T, H, D]."""
         query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
         lengths, starts = packed_seq_params.seq_lens, packed_seq_params.cu_seqlens_q
         longest = packed_seq_params.max_seqlen_q
@@ -255,8 +256,8 @@ class MegatronPolicy(nn.Module):
         return self.computing(micro.ids, micro.positions, None, packed_seq_params=packed)
 
     def score(self, hidden: Tensor, micro: MicroBatch, temperature: float | None) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of the K target tokens, float32 [K] each, from the output of the last
-        layer."""
+        """(log-probabilities, entropies) of the K target tokens, float32 [K] each, from the output `hidden` of the last
+        layer. `temperature` None: the micro-batch's, or without one the policy's."""
         if self.divides_tokens:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
         rows = hidden[:, 0][micro.target_rows]
@@ -325,7 +326,8 @@ def check_model(lm: nn.Module, folder: Path, layout: ParallelLayout) -> None:
 
 
 def make_model(lm: nn.Module, layout: ParallelLayout, dtype: torch.dtype = torch.float32) -> GPTModel:
-    """Megatron's model with the layers of this rank's stage; its parameters have no values yet."""
+    """Megatron's model with the layers of `lm` that are on this rank's stage; its parameters are of type `dtype` and
+    have no values yet."""
     config, rotary, shares = lm.config, lm.base_model.rotary_emb, layout.tensor_parallel
     layer = lm.base_model.layers[0]
     has_norms = hasattr(layer.self_attn, "q_norm")

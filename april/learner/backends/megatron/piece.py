@@ -20,8 +20,8 @@ from april.learner.model import shard_shape
 
 ROWS, COLUMNS = 0, 1
 SPLIT_DIM = 2
-"""Dimension of an unfolded stack along which every expert is split over ranks: rows of the gate and up projections,
-columns of the down projection."""
+"""Dimension of a stack of experts (as `StackedExperts.unfold` gives it) along which every expert is split over ranks:
+rows of the gate and up projections, columns of the down projection."""
 
 
 class Sharding(NamedTuple):
@@ -48,9 +48,11 @@ class MappedTensor:
     dim: int | None
     """Dimension along which the tensor is sharded; None: replicated."""
     mesh: DeviceMesh
-    """Mesh of the ranks that hold the tensor: REPLICAS counts its copies, SHARES the ranks that divide a copy."""
+    """Mesh of the ranks that hold the tensor: its dimension REPLICAS has a copy of the tensor at each place, its
+    dimension SHARES the ranks that divide a copy."""
     view: Callable[[Tensor], Tensor]
-    """Returns this rank's shard as a view of a tensor shaped like the parameter; it may have more dimensions."""
+    """Function of a tensor shaped like the parameter: returns the view of it that is this rank's shard. The view may
+    have more dimensions than the shard."""
 
     def to_hugging_face(self, tensors: Sequence[Tensor]) -> DTensor:
         """The Hugging Face tensor whose values are in `tensors`, which are shaped like the parameters. It is sharded,
@@ -149,8 +151,8 @@ class StackedExperts(MappedTensor):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def unfold(self, stack: Tensor) -> Tensor:
-        """The stack as [experts, projections, rows, columns] with two projections, or [experts, rows, columns] with
-        one."""
+        """A view of `stack`, whose two projections (gate and up) are stacked along the rows of each expert, as
+        [experts, projections, rows, columns]; with one projection `stack` itself, [experts, rows, columns]."""
         return stack.unflatten(1, (len(self.kinds), -1)) if len(self.kinds) > 1 else stack
 
     def reshard(self, own: Tensor, before: int, after: int) -> Tensor:

@@ -39,7 +39,8 @@ class Stage(Protocol):
         """Output of the stage, from the previous stage's output `inputs`; None on the first stage."""
 
     def score(self, hidden: Tensor, micro: MicroBatch, temperature: float | None) -> Scores:
-        """Log-probability and entropy of each target, float32 [K] each; on the last stage only."""
+        """Log-probability and entropy of each target, float32 [K] each, from the stage's output `hidden`; only on the
+        last stage. `temperature` None: the micro-batch's, or without one the policy's."""
 
 
 class PipelineRanks:
@@ -75,7 +76,7 @@ class PipelineRanks:
 
 def scores(ranks: PipelineRanks, stage: Stage, micros: Sequence[MicroBatch], temperature: float | None) -> list[Scores]:
     """(log-probabilities, entropies) of the K targets of each micro-batch, float32 [K] each, on every rank.
-    Collective."""
+    `temperature` None: the micro-batch's, or without one the policy's. Collective."""
     found = []
     with torch.no_grad():
         for micro in micros:

@@ -196,8 +196,8 @@ class TinyModel:
             return self.reference(torch.tensor([tokens])).logits[0].float()
 
     def logprobs(self, tokens: list[int], start: int, temperature: float = 1.0) -> torch.Tensor:
-        """Log-probabilities, float32 [T - start], of `tokens[start:]`, each given all tokens before it, from a plain
-        forward pass over the T tokens."""
+        """Log-probabilities at `temperature`, float32 [T - start], of `tokens[start:]`, each given all tokens before
+        it, from a plain forward pass over the T tokens."""
         every = torch.log_softmax(self.logits(tokens)[start - 1 : -1] / temperature, dim=-1)
         return every.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
 

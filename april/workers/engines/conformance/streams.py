@@ -216,8 +216,8 @@ INVALID_REQUESTS = {
 
 @check(cases={case: {"request": request, "named": named} for case, (request, named) in INVALID_REQUESTS.items()})
 def a_request_that_can_never_run_is_refused_with_a_sentence(bench: Bench, request: Request, named: str):
-    """Checks that an engine refuses each kind of invalid request at its submission, and keeps serving other requests.
-    An engine can refuse all of them by `april.workers.engines.entry.check_request`."""
+    """Checks that an engine refuses an invalid `request` at its submission with a sentence that contains `named`, and
+    keeps serving other requests. An engine can do so by `april.workers.engines.entry.check_request`."""
     engine = bench.make_engine(max_context=64)
     sentence = refusal(lambda: engine.submit(request))
     assert named in sentence, sentence

@@ -238,8 +238,8 @@ class Decoder:
         self._last_keys_values.assign(self._without_queries(self.layers[-1]))
 
     def differing(self, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-        """Names of held tensors whose values differ from those of `tensors`, which are as for `refill`. A fused
-        projection, such as query, key and value, has one name."""
+        """Names of this decoder's tensors whose values differ from those of `tensors`, a model's weights by their
+        Hugging Face names. A fused projection, such as query, key and value, has one name."""
         whole = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
         if not self.shape.tied:
             whole["lm_head.weight"] = self.output
@@ -337,8 +337,9 @@ class Decoder:
         yield self._project(self._last_keys_values, x, rotation)
 
     def fill(self, tokens: Tensor, positions: Tensor, rows: "PrefillRows") -> None:
-        """Prefill several contexts, concatenated without padding. `tokens`, `positions`: int64 [T]. `rows`: stores the
-        new keys and values of each layer in the cache, and computes the attention."""
+        """Store the keys and values of several contexts in the KV cache; computes no logits. `tokens`, `positions`:
+        int64 [T], the contexts' token ids and the position of each in its own context, concatenated without padding.
+        `rows`: stores the keys and values of each layer, and computes the attention."""
         x = F.embedding(tokens, self.embedding)
         rotation = self.rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self.layers[:-1]):
@@ -372,9 +373,11 @@ class Decoder:
         return attended.transpose(1, 2).reshape(heads.shape[0] * heads.shape[1], -1)
 
     def _attend_with_prefix(self, prefix: Tensor, heads: Tensor) -> Tensor:
-        """As `_attend`, after a prefix of keys and values, [n, start, 2 * kv_heads, head_dim].
+        """Causal attention of the new tokens of n rows to `start` cached tokens before them, and to each other.
 
-        Queries attend in blocks, so that few keys are read that no query may see.
+        `prefix`: keys and values of the cached tokens, [n, start, 2 * kv_heads, head_dim]. `heads`: rotated queries,
+        keys and values of the new tokens, [n, length, heads + 2 * kv_heads, head_dim]. Returns [n * length, heads *
+        head_dim]. Queries attend in blocks, so that few keys are read that no query may see.
         """
         shape, (_, start, *_), length = self.shape, prefix.shape, heads.shape[1]
         queries = heads[:, :, : shape.heads].transpose(1, 2)

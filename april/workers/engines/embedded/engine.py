@@ -221,7 +221,8 @@ class TorchEngine:
         vars(self).pop("_cache", None)
 
     def _admit(self) -> None:
-        """Move queued requests into free slots, first come first served, up to `prefill_tokens` per step."""
+        """Move queued requests into free slots, first come first served: in one step requests with up to
+        `prefill_tokens` context tokens in all, or a single longer one."""
         room_tokens = self.prefill_tokens
         while self._queue and self._free and not self._cache_full:
             request = next(iter(self._queue.values()))
@@ -345,7 +346,8 @@ class TorchEngine:
         return chunks
 
     def _take_chunk(self, slot: int, finish_reason: Finish | None = None) -> list[Chunk]:
-        """The slot's tokens that the caller does not have, as a list of one chunk; an empty list if there are none."""
+        """The slot's tokens that no chunk has returned yet, as a list of one chunk; an empty list if there are none.
+        `finish_reason`: that of the chunk, None while the sequence goes on."""
         table = self._table
         new = slice(int(table.handed_over[slot]), int(table.length[slot]))
         table.handed_over[slot] = new.stop

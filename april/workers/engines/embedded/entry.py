@@ -82,8 +82,8 @@ class TorchEntry(EngineEntry):
 
 
 def limit_memory(config: Config, device: str) -> None:
-    """Limit the memory that torch allocates in this process, if `device` is "cuda" and `engine.server` has
-    MEMORY_OPTION."""
+    """Limit the memory that torch allocates in this process, if `device` is "cuda" and `engine.server` sets
+    MEMORY_OPTION, the largest share (0 to 1) of the accelerator's memory. Otherwise does nothing."""
     if device == "cuda" and (fraction := config.engine.server.get(MEMORY_OPTION)):
         import torch
 

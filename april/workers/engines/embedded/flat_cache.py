@@ -21,7 +21,8 @@ from april.workers.engines.embedded.decoder import Decoder, DecoderShape
 from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable
 
 SMALLEST_EXTENT = 128
-"""Smallest extent (tokens). Others are twice, four times ... as large, up to the longest context."""
+"""Size of the smallest extent (a slot's range of cache positions), tokens. Other extents are twice, four times ... as
+large, up to the longest context."""
 SCRATCH = SMALLEST_EXTENT
 """Number of cache positions at the front that belong to no slot; the padding rows of a graph write there."""
 FIRST_TOKENS = 1 << 15
@@ -91,7 +92,8 @@ class Extents:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of queries that attend to their slots' extents: `rows` of `Decoder.fill`, or a group of `Decoder.decode`."""
+    """Rows of queries; each row belongs to a slot and attends to its extent (range of cache positions). It is passed to
+    the decoder as `rows` of `Decoder.fill`, or as a group of `Decoder.decode`."""
 
     shape: DecoderShape
     keys_values: list[Tensor]
@@ -216,7 +218,8 @@ class FlatCache:
         return None if start is None else (start, capacity)
 
     def release(self, slot: int, stored: np.ndarray) -> None:
-        """Free the slot's extent. `stored` is not read; `KVCache.release` needs it."""
+        """Free the slot's extent, its range of cache positions. `stored` is not read; it is a parameter because
+        `KVCache.release` has the same interface and needs it."""
         self._extents.give(int(self._start_of[slot]), int(self._capacity_of[slot]))
         self._start_of[slot] = -1
 
@@ -236,7 +239,7 @@ class FlatCache:
             layer[start : start + int(self._capacity_of[slot])] = 0
 
     def capacities_of(self, slots: np.ndarray) -> np.ndarray:
-        """Capacity (tokens) of each slot's extent."""
+        """Capacity (tokens) of each slot's extent, its range of cache positions; `slots`, int [n], have one."""
         return self._capacity_of[slots]
 
     def outgrown(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:

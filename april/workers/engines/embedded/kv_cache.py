@@ -89,8 +89,8 @@ class LengthGroup:
         self._bias.view(-1).index_fill_(0, (self._bias_row_starts + positions.unsqueeze(1)).view(-1), 0.0)
 
     def _lay_out(self, positions: Tensor) -> None:
-        """Compute index bases, mask and views, which steps reuse until the rows or the attention length change.
-        `positions`: as for `begin_step`."""
+        """Compute where each row starts in the cache, the attention mask, and views of the cached keys and values;
+        steps reuse them until the rows or the attention length change. `positions`: as for `begin_step`."""
         layers, _, held, heads, capacity, head_dim = self.keys_values.shape
         rows, length = len(self.slots), self._length
         row, head = torch.arange(rows, device=self.device).unsqueeze(1), torch.arange(heads, device=self.device)
@@ -215,14 +215,16 @@ class KVCache:
         return CacheRows(len(slots), parts)
 
     def store(self, rows: CacheRows, layer: int, keys_values: Tensor, start: int = 0) -> None:
-        """Store a prefill of these rows: [n, length, 2 * kv_heads, head_dim], from position `start` on."""
+        """Store the keys and values of a prefill of these rows in one layer, from position `start` on. `keys_values`:
+        [n, length, 2 * kv_heads, head_dim]."""
         keys_values = keys_values.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
         for group, held, chosen in rows.parts:
             stop = min(start + keys_values.shape[3], group.capacity)
             group.keys_values[layer][:, held, :, start:stop] = keys_values[:, chosen, :, : stop - start]
 
     def read(self, rows: CacheRows, layer: int, length: int) -> Tensor:
-        """The first `length` positions of these rows, laid out as a prefill: [n, length, 2 * kv_heads, head_dim]."""
+        """Keys and values of a layer at the first `length` positions of these rows: [n, length, 2 * kv_heads,
+        head_dim], as in a prefill."""
         _, _, _, heads, _, head_dim = self.groups[0].keys_values.shape
         read = self.groups[0].keys_values.new_empty(2, rows.slot_count, heads, length, head_dim)
         for group, held, chosen in rows.parts:

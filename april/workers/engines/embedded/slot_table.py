@@ -133,7 +133,8 @@ class DecodeStep:
 
     @classmethod
     def begun(cls, batch: DecodeBatch, tokens: Tensor, logprobs: Tensor) -> "DecodeStep":
-        """Copy tokens and log-probabilities to the host without waiting for them."""
+        """The decode step of `batch` that sampled `tokens`, int64 [n], with `logprobs`, float32 [n], both on the
+        device. It starts to copy them to the host, and does not wait for them."""
         host_tokens, host_logprobs = tokens.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
         copied = None
         if tokens.is_cuda:
@@ -163,10 +164,11 @@ Wave = dict[int, tuple[int, int]]
 
 
 def shared_prefixes(table: SlotTable, unfilled: Sequence[int], filled: Sequence[int]) -> list[Wave]:
-    """Waves in which to prefill the `unfilled` slots; a slot's wave comes after that of its source slot.
+    """Plan for the prefill of the `unfilled` slots in which a prefix that contexts share, such as a group's prompt or a
+    template, is computed only once: waves, in order. A slot copies the prefix from a slot of an earlier wave or of
+    `filled`, the slots whose context is in the cache already.
 
-    So a prefix that contexts share, such as a group's prompt or a template, is prefilled only once. `filled`: slots
-    whose context is in the cache already. The last token of a context does not count: it is decoded.
+    The last token of a context does not count as part of a prefix: it is decoded.
     """
     wave_of = dict.fromkeys(filled, -1)
     waves: list[Wave] = []

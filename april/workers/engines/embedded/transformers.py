@@ -77,7 +77,8 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
 
 
 class TransformersEngine(InProcessEngine):
-    """Implements `Engine`; reads the folder's config.json, and takes weights by their Hugging Face names."""
+    """Implements `Engine` for the model that config.json in the folder `model.path` describes; takes weights by their
+    Hugging Face names."""
 
     returns_supports = True
     takes_images = True
@@ -342,7 +343,7 @@ class CachedBatch:
     images: ImageInputs | None = None
     """Reader of the requests' images; None for a model that takes none."""
     ids: Tensor | None = None
-    """int64 [n, L]: the contexts; None before the prefill."""
+    """int64 [n, L]: contexts of the n requests, padded on the left to L tokens; None before the prefill."""
 
     @property
     def cache(self) -> Cache | None:

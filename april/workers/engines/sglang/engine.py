@@ -90,8 +90,8 @@ class SGLangEngine(ServerRequests):
         every so many seconds. `stream_tokens`: tokens per streamed event. `pause`: SGLang's mode for weight updates.
         `stall_s`: a server that has requests and streams nothing for so long counts as hung. `update_s`, `start_s`:
         longest weight update, and absence of an external server (s). `max_restarts`: restarts in a row that finish no
-        request. `push`: how tensors get into the server; None: by `DiskSnapshot`. `loop`, `step_signal`: shared by
-        several engines; the caller closes the loop.
+        request. `server`: None: the external one at `url`. `push`: how tensors get into it; None: by `DiskSnapshot`.
+        `loop`, `step_signal`: shared by several engines, whose caller closes the loop; None: the engine's own.
         """
         check_pause(pause, stream_tokens)
         self.model_path, self.vocabulary, self.max_context = Path(model_path), vocabulary, max_context
@@ -140,7 +140,7 @@ class SGLangEngine(ServerRequests):
 
     @property
     def busy(self) -> bool:
-        """Whether a step should wait: requests stream, weights are updated, or the server is down."""
+        """Whether `step` should wait for an event: requests stream, weights are updated, or the server is down."""
         return bool(self._streaming) or self._updating or not self.ready
 
     def step(self) -> list[Chunk]:
@@ -186,9 +186,8 @@ class SGLangEngine(ServerRequests):
     async def update_weights(
         self, version: Version, tensors: "Mapping[str, torch.Tensor]", verify: VerifyWeights | None = None
     ) -> None:
-        """`Engine.load_weights` as a coroutine: meanwhile new requests wait, and steps and cancels continue.
-
-        `verify`: weight check. If it raises EngineError, the version is discarded before any of its tokens is returned.
+        """Load weights, `tensors` by name: meanwhile new requests wait, and steps and cancels continue. `verify`: check
+        of the loaded weights (None: none). If it raises EngineError, no token of the version is returned.
         """
         self._check_ready()
         checked = await asyncio.to_thread(self._push.check, tensors)
@@ -208,7 +207,7 @@ class SGLangEngine(ServerRequests):
         tensors: "Mapping[str, torch.Tensor]",
         verify: VerifyWeights | None = None,
     ) -> None:
-        """As `update_weights`, with an adapter on top of the base weights that the server has read from its folder."""
+        """Load an adapter, `tensors` by name, on top of the model's base weights. `verify`: as for `update_weights`."""
         self._check_ready()
         load = weights.load_adapter(self.client, self.model_path, adapter, tensors, str(version))
         await self._update(version, load, {}, verify)
@@ -226,7 +225,7 @@ class SGLangEngine(ServerRequests):
         verify: VerifyWeights | None = None,
         meet: weights.Meet = alone,
     ) -> None:
-        """As `update_weights`, with weights that the learner broadcasts. `meet`, `post`: as for `receive_broadcast`."""
+        """As `update_weights`, by broadcast: `post()` asks the learner to send, `meet()` awaits the other servers."""
         self._check_ready()
         shapes = {head.name: tuple(head.shape) for part in manifest.parts for head in part.tensors}
         check_heads(self._push.expected, self._push.tied, shapes)
@@ -253,7 +252,7 @@ class SGLangEngine(ServerRequests):
             raise EngineError(str(error)) from None
 
     async def request_score(self, tokens: np.ndarray) -> np.ndarray:
-        """`Engine.score` as a coroutine, under the weights that the server holds now. Also raises ServerGone."""
+        """Log-probabilities of `tokens[1:]` (`Engine.score`) by the server's weights. Also raises ServerGone."""
         return read_scores(
             await self.client.call("/generate", score_body(tokens), self.update_s), tokens, self.vocabulary
         )
@@ -274,7 +273,7 @@ class SGLangEngine(ServerRequests):
         self._loop.run_until_complete(self.resume_async())
 
     async def release_async(self) -> None:
-        """`release` as a coroutine. A server that is down or fails to release memory is killed, which frees it too."""
+        """Have the server free its memory on the accelerator; one that is down or fails to do so is killed instead."""
         self.version, self.released = None, True
         if self.ready:
             await self._call_memory_api(weights.release_memory(self.client), "release its accelerator")
@@ -282,7 +281,7 @@ class SGLangEngine(ServerRequests):
             self._server.kill()
 
     async def resume_async(self) -> None:
-        """`TimeSharingEngine.resume` as a coroutine. A server that fails to resume is restarted."""
+        """Have the server take memory on the accelerator again; one that fails to do so is restarted."""
         self.released = False
         if self.ready:
             await self._call_memory_api(weights.resume_memory(self.client), "acquire its accelerator again")
@@ -333,9 +332,9 @@ class SGLangEngine(ServerRequests):
     async def _update(
         self, version: Version, load: Coroutine, expected: dict[str, str], verify: VerifyWeights | None
     ) -> None:
-        """Stop admission, pause the server, `load`, continue the server in any case, then `verify` the weights.
+        """Stop admission, pause the server, await `load`, continue the server in any case, then `verify` the weights.
 
-        `expected`: checksums to compare after loading; empty for none. Raises EngineError.
+        `expected`: checksums to compare after loading; {}: none. `verify`: None: no check. Raises EngineError.
         """
         self._updating, self._names[str(version)] = True, version
         self._unverified = version if verify else None
@@ -430,7 +429,7 @@ class SGLangEngine(ServerRequests):
         self._capacity = CapacityRule(min(self.slots, info.get("max_running_requests") or self.slots))
 
     async def _supervise(self) -> None:
-        """Supervise the server until it is given up: update the capacity, and restart it when it is dead or hung."""
+        """Supervise the server until it is given up: note its capacity, and restart one that is dead or hung."""
         try:
             await self._supervise_until_fatal()
         except Exception as error:

@@ -109,7 +109,12 @@ class ServerEntry(EngineEntry):
         cls, config: Config, engine: Any, worker: str, make_source: "Callable[..., WeightSource]"
     ) -> "list[WeightLoader]":
         """One weight loader for each server of the worker. If `engine.weights` is "broadcast", the servers join the
-        weight channel themselves, in place of the worker."""
+        weight channel themselves, in place of the worker.
+
+        `engine`: the worker's servers. `make_source`: function (name of a weight channel, its servers if they join it
+        themselves or else None, function that says which servers are up, function that says whether they take adapters)
+        -> where a loader gets its weights.
+        """
         from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
         from april.workers.engines.sglang.shared_weights import SharedWeights
 
@@ -176,7 +181,7 @@ class ServerEntry(EngineEntry):
 
 
 def take_adapters(engines: "Sequence[SGLangEngine]") -> bool:
-    """Whether all servers that are up accept adapters."""
+    """Whether all servers that are up accept adapters in place of complete weights."""
     return all(engine.takes_adapters for engine in engines if engine.ready)
 
 
@@ -276,13 +281,14 @@ PREFILL_CHUNKS = ((20, 2048), (60, 4096), (160, 8192), (math.inf, 16384))
 chunks of so many tokens; the first pair that fits counts."""
 CHUNK_TOKEN_BYTES, LEAST_CHUNK = 1.5 * MIB, 2048
 GRAPH_BYTES, SMALL_GIB, LARGE_BYTES = 512 * MIB, 60, 10 * GIB
-"""CUDA graphs of up to 256 requests take GRAPH_BYTES. On accelerators above SMALL_GIB, SGLang reserves at least
-LARGE_BYTES besides weights and cache."""
+"""CUDA graphs of up to 256 requests take GRAPH_BYTES. On accelerators with more memory than SMALL_GIB (GiB), SGLang
+reserves at least LARGE_BYTES besides weights and cache."""
 
 
 def memory_share(config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> MemoryShare:
-    """Implements `EngineEntry.memory_options` with SGLang's option for its share of the accelerator's memory. A share
-    that the configuration sets is kept."""
+    """The SGLang option that sets the server's share of the accelerator's memory, and the bytes that are then left for
+    the KV cache, as `EngineEntry.memory_options` returns them. `free_bytes`: memory that the server may take of the
+    `total_bytes`; `weight_bytes`: size of the weights. A share that the configuration sets is kept."""
     available = free_bytes - CONTEXT_BYTES - other_bytes(config, total_bytes)
     fraction = float(config.engine.server.get(MEMORY_OPTION) or math.floor(1000 * available / total_bytes) / 1000)
     return MemoryShare({MEMORY_OPTION: fraction}, total_bytes * fraction - weight_bytes)

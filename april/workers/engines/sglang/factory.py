@@ -103,7 +103,8 @@ def on_rocm() -> bool:
 def server_settings(
     config: Config, device: str, name: str, settings_class: type[ServerSettings] = ServerSettings
 ) -> list[ServerSettings]:
-    """Settings of each server that a worker starts, with consecutive ports and accelerators."""
+    """Settings of each server that the worker `name` starts on `device`, "cpu" or "cuda": the servers have consecutive
+    ports and accelerators. `settings_class`: that of the kind of server, SGLang or vLLM."""
     engine, logs = config.engine, config.run_dir / "logs"
     folder = logs if logs.is_dir() else Path(tempfile.gettempdir())
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens

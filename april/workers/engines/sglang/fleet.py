@@ -103,7 +103,8 @@ class SGLangFleet:
                 self._failures.append((request.id, str(error)))
 
     def step(self) -> list[Chunk]:
-        """As `Engine.step`; waits for all servers at once."""
+        """New tokens of all servers' requests, as `Engine.step` returns them. Waits until any server has sent some, or
+        a short time if none does; a server that has failed for good is dropped."""
         self._dispatch()
         self._loop.run_until_complete(
             self._step_signal.wait_for_work(expected=any(engine.busy for engine in self._alive))
@@ -147,7 +148,8 @@ class SGLangFleet:
             engine.load_weights(version, tensors)
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
-        """As `Engine.score`, by a server with the newest weights."""
+        """Log-probabilities, float32 [T - 1], of `tokens[1:]` (int32 [T]), each given the tokens before it, from a
+        server with the newest weights. Raises EngineError, also if no server has them."""
         if not (current := self._current()):
             raise EngineError("there are no weights to score with; load some")
         return current[0].score(tokens)

@@ -31,9 +31,9 @@ class ImageTokens:
 
     rule: ImageRule
     video: int | None = None
-    """Id of the placeholder of a video. SGLang refuses a request that has this id and no video."""
+    """Id of the placeholder of a video, None if there is none. SGLang refuses a request that has it and no video."""
     start: int | None = None
-    """Id that must not be the last one of a request; None if every id may be."""
+    """Id of the token that begins an image, if SGLang fails on a request that ends with it; None if it does not."""
 
     @classmethod
     def of(cls, folder: Path) -> "ImageTokens | None":
@@ -64,7 +64,7 @@ class SentImages:
     counts: Sequence[int]
     """Number of tokens of each image."""
     starts: Sequence[int]
-    """Index of the first token that may be a placeholder of each image, as `Request.image_starts`."""
+    """For each image, the index of the first token of the request that may be its placeholder; empty: 0 for all."""
     urls: Sequence[str]
     """The PNG files as data: URLs."""
 

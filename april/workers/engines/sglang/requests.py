@@ -137,7 +137,8 @@ class ServerRequests:
             self._fail(streamed, f"{type(error).__name__}: {error}")
 
     def _take(self, streamed: StreamedRequest, event: dict) -> dict | None:
-        """Take the new tokens of an event; returns its finish reason (a dict of SGLang) if it is the last."""
+        """Take the new tokens of an event of a request's stream; returns SGLang's finish reason (a dict) if the event
+        is the request's last, otherwise None."""
         version = self._names.get(event["meta_info"]["weight_version"])
         if streamed.pending and streamed.version != version:
             self._hand_over(streamed)
@@ -254,7 +255,8 @@ def score_body(tokens: np.ndarray) -> dict[str, Any]:
 
 
 def read_scores(answer: Any, tokens: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Log-probabilities, float32 [T - 1], of all tokens but the first. Raises ServerRefuses.
+    """Log-probabilities, float32 [T - 1], of all `tokens` but the first, from the server's `answer` to `score_body`.
+    Raises ServerRefuses if the answer is about other tokens. `vocabulary`: number of token ids.
 
     SGLang scores the largest token id, `vocabulary` - 1, correctly, but reports it as id 0.
     """

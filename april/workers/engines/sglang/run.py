@@ -41,17 +41,18 @@ class StreamedRequest:
     attempt_tokens: int = 0
     """Number of tokens received in the current attempt."""
     version: Version | None = None
-    """Policy version that the pending tokens were sampled under."""
+    """Policy version under which the tokens in `pending` (not returned in a chunk yet) were sampled."""
     pending: list[int] = field(default_factory=list)
     """Tokens that were not returned in a chunk yet."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probabilities of the pending tokens."""
+    """Log-probabilities of the tokens in `pending` (not returned in a chunk yet)."""
     supports: list[np.ndarray] = field(default_factory=list)
-    """Supports of the pending tokens, if the request asks for them."""
+    """Supports (candidate ids under truncated sampling) of the tokens in `pending`, which were not returned in a chunk
+    yet; [] if the request does not ask for them."""
     task: asyncio.Task | None = None
     finish_reason: Finish | None = None
-    """Finish reason that the server has reported, after which the pending tokens are the last; None as long as the
-    response goes on."""
+    """Finish reason that the server has reported: the response has ended with the tokens in `pending`, which are still
+    to be returned in a chunk; None as long as the response goes on."""
     interrupted: bool = False
     """Whether the current attempt was aborted to continue under other weights."""
     ended: bool = False
@@ -152,7 +153,8 @@ class StreamedRequest:
         return "length" if len(self.generated) == self.request.max_new_tokens else None
 
     def hand_over(self, chunk_tokens: int) -> list[Chunk]:
-        """Return the pending tokens in chunks of at most `chunk_tokens`, the last with the finish reason, if any."""
+        """Return the tokens that were not returned yet in chunks of at most `chunk_tokens`, the last with the finish
+        reason, if the response has ended."""
         if self.request.with_support:
             chunk_tokens = min(chunk_tokens, MAX_CUT_CHUNK_TOKENS)
         chunks: list[Chunk] = []

@@ -292,7 +292,8 @@ def check_server(info: Mapping[str, Any]) -> None:
 
 
 def check_model(info: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise ServerFailed if the server's model differs from that of `own`, the run's config.json.
+    """Raise ServerFailed if the server's model differs from that of `own`, the run's config.json. `info`: what the
+    server has answered to /server_info or /model_info.
 
     Compares the architecture, and all sizes if the server's model folder can be read on this machine.
     """
@@ -309,7 +310,8 @@ def check_model(info: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def check_ranks(info: Mapping[str, Any], expected: int) -> None:
-    """Raise ServerFailed if a server started by April lacks the `expected` number of tensor-parallel ranks."""
+    """Raise ServerFailed if a server started by April has not the `expected` number of tensor-parallel ranks. `info`:
+    its answer to /server_info."""
     if info.get("tp_size", expected) != expected:
         raise ServerFailed(
             f"the server runs with {info['tp_size']} tensor-parallel ranks where key 'engine.server' was read as "

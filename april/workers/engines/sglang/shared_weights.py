@@ -31,9 +31,10 @@ class SharedWeights:
         patience_s: float,
         members: Callable[[], Collection[int]] | None = None,
     ):
-        """`ups`: functions that tell whether each server is up. `patience_s`: longest time that a server waits for the
-        others, where all receive the weights together. `members`: function that returns the indices of the servers in
-        the group with the learner; None if the weights come to the worker."""
+        """`source`: where the versions come from. `ups`: for each server a function that tells whether it is up.
+        `patience_s`: longest wait (seconds) of a server for the others, where all receive the weights together.
+        `members`: function that returns the indices of the servers in the group with the learner; None if the weights
+        come to the worker."""
         self.source, self.patience_s, self._members = source, patience_s, members
         self.shares = [ServerShare(self, up) for up in ups]
         self._is_asked = True
@@ -106,8 +107,8 @@ class ServerShare(WeightSource):
         return self.held is None and self.loading is None and self._staged is None
 
     def receive(self, staged: StagedWeights, barrier: "ServerBarrier | None") -> None:
-        """Stage a version for this server to load. `barrier`: that of the servers which receive the version together;
-        None if this server takes it by itself."""
+        """Stage a version for this server to load. `barrier`: where the servers that receive the version together wait
+        for each other; None if this server takes it by itself."""
         self._barrier = barrier
         if barrier:
             return self.stage(replace(staged, post=barrier.post, meet=barrier.meet))

@@ -192,7 +192,9 @@ def shared_handles(tensors: "Mapping[str, torch.Tensor]") -> str:
 async def load_adapter(
     client: SGLangClient, model: Path, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]", version: str
 ) -> None:
-    """Load an adapter into a paused server. Raises EngineError; the server then keeps its previous weights."""
+    """Load a LoRA adapter into a paused server. `model`: folder of the base model; `tensors`: the adapter's, by name;
+    `version`: name of the weights that the server then reports. Raises EngineError; the server then keeps its previous
+    weights."""
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     try:
         with tempfile.TemporaryDirectory(prefix=SNAPSHOT_PREFIX, dir=parent) as folder:
@@ -204,7 +206,8 @@ async def load_adapter(
 
 
 def write_adapter(folder: Path, model: Path, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
-    """Write an adapter in PEFT's format. Raises EngineError for a tensor that is not finite, and OSError if the folder
+    """Write an adapter to `folder` in PEFT's format, with `model`, the folder of its base model, named in it.
+    `tensors`: the adapter's, by name. Raises EngineError for a tensor that is not finite, and OSError if the folder
     cannot be written."""
     from safetensors.torch import save_file
 
@@ -239,9 +242,10 @@ async def receive_broadcast(
 async def receive_buckets(
     client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], meet: Meet, change: dict
 ) -> None:
-    """Receive the parts of a manifest one after the other; parameters as for `receive_broadcast`. `post` is called
-    before each, so that no rank of the learner broadcasts before its turn: a broadcast that waits on an accelerator
-    could hold up the rank's training, and the ranks before it."""
+    """Have the server receive the parts of `manifest`, one from each rank of the learner that sends, in order. Before
+    each, `meet` waits for the other servers, and `post` tells the learner that this part's turn has come: a rank that
+    began to broadcast earlier would wait on its accelerator, and hold up its training and the ranks before it.
+    `change`: SGLang's fields `weight_version` and `flush_cache`, sent with the last tensors."""
     parts = [server_buckets(part.tensors, manifest.bucket_bytes) for part in manifest.parts]
     left = sum(map(len, parts))
     for sender, part in enumerate(parts):

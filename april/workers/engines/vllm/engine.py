@@ -39,7 +39,7 @@ class VLLMSettings(ServerSettings):
         return ["-P", str(PROGRAM)]
 
     def own_options(self, port: int) -> dict[str, Any]:
-        """Options set by April that the program does not set itself.
+        """Options that April sets for a server at `port`, besides those that its `program.py` sets itself.
 
         On a CPU, chunked prefill is off: vLLM rewinds the generator of a seeded request after each partial prefill, and
         a CPU generator cannot be rewound, which would end the engine.
@@ -89,5 +89,6 @@ class VLLMEngine(SGLangEngine):
 
 
 def make_vllm_engine(config: Config, device: str, name: str) -> SGLangFleet:
-    """As `make_sglang_engine`, with a vLLM server."""
+    """Start the vLLM servers of worker `name` on `device`, and return their engine. Blocks until all servers serve.
+    Raises ConfigError."""
     return make_sglang_engine(config, device, name, VLLMEngine, VLLMSettings)

@@ -43,7 +43,8 @@ except ImportError:  # older versions raise ValueError
 
 LONGEST_BODY_BYTES = 64 << 20
 WEB_REQUESTS = Path(__file__).parents[3] / "wire/security/web_requests.py"
-"""April's check that no page of another site has sent a request."""
+"""File of April that this program runs, since it cannot import April: it checks that no page of another web site has
+sent a request."""
 WATCH_S = 0.2
 ABORT_AGAIN_S = 0.2
 """Interval at which an abort is repeated (s), since it misses a request that the engine has not admitted yet."""
@@ -143,7 +144,7 @@ class VLLMServerProgram:
         self._holds_base_weights = True
         """Whether the engine still has the weights of the folder that it was started with."""
         self._adapter: LoRARequest | None = None
-        """Adapter loaded on top of the base weights."""
+        """Adapter that is loaded on top of the base weights; None: they are used alone."""
         self._adapters = 0
         """Number of adapters loaded so far."""
         self._admitting = asyncio.Event()
@@ -246,7 +247,8 @@ class VLLMServerProgram:
             }
 
     async def _score(self, body: dict) -> web.Response:
-        """Log-probabilities of the prompt from the first token on, at temperature 1."""
+        """Answer with [log-probability, token id] of each token of the prompt (`input_ids` of the request's `body`), at
+        temperature 1; the first token has no log-probability (null)."""
         await self._admitting.wait()
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
@@ -341,7 +343,8 @@ class VLLMServerProgram:
 
 
 def sampling_params(body: dict) -> SamplingParams:
-    """vLLM's sampling parameters. The seed is mixed with the context length: a resumed sample draws fresh numbers."""
+    """vLLM's sampling parameters for `body`, the JSON of a request to /generate. The seed is mixed with the context
+    length: a resumed sample draws fresh numbers."""
     params = body["sampling_params"]
     interval = {"stream_interval": params["stream_interval"]} if HAS_STREAM_INTERVAL else {}
     return SamplingParams(
@@ -369,7 +372,8 @@ def logprobs(answer: CompletionOutput) -> list[list]:
 
 
 def finish_reason(answer: CompletionOutput, stops: set[int]) -> dict | None:
-    """SGLang's finish reason; a stop token that is also the last of the budget counts as a stop."""
+    """Finish reason in SGLang's form, such as {"type": "stop"}; None for an answer that has not finished. If the last
+    token of the budget is one of the token ids `stops`, the reason is "stop", not "length"."""
     if answer.finish_reason == "length" and answer.token_ids and answer.token_ids[-1] in stops:
         return {"type": "stop"}
     return {"type": answer.finish_reason} if answer.finish_reason else None
