@@ -135,7 +135,9 @@ class PromptsSection(HubSection):
         "only one.",
     )
     mapping: MappingName | None = Field(
-        None, description="Published dataset whose field names these files use. Unset: data.mapping."
+        None,
+        description="Published dataset whose field names these files use, by a name that data.mapping lists. Unset: "
+        "data.mapping.",
     )
     prompt_key: str | None = Field(
         None, description="Row field of the prompt. Unset: the field that the mapping names."
@@ -259,8 +261,8 @@ class DataSection(HubSection):
     )
     label_key: str | None = Field(
         None,
-        description="Row field of the reference answer, or several fields separated by commas. Unset: the field that "
-        "the mapping names.",
+        description="Row field of the reference answer; several, separated by commas, give the verifier an object with "
+        "a value by field. Unset: the field that the mapping names.",
     )
     images_key: str | None = Field(
         None,
@@ -324,7 +326,9 @@ class DataSection(HubSection):
         "the only one.",
     )
     eval_mapping: MappingName | None = Field(
-        None, description="Published dataset whose field names the held-out rows use. Unset: data.mapping."
+        None,
+        description="Published dataset whose field names the held-out rows use, by a name that data.mapping lists. "
+        "Unset: data.mapping.",
     )
     max_prompt_tokens: int = Field(
         1024,

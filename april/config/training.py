@@ -47,7 +47,8 @@ class AlgorithmSection(Section):
     )
     turn_reward: str = Field(
         "",
-        description="Token score of a verifier whose value at the last token of a turn is the turn's reward. A turn is "
+        description="Name of a token score that verifiers return; its value at the last token of a turn is the turn's "
+        "reward. A turn is "
         "then credited with it, with those of later turns, and with the reward of the response. Empty: every token has "
         "the credit of its response.",
     )

@@ -77,9 +77,9 @@ from april.workers.teachers.check import check_teacher
 
 PEFT_PREFIX = "base_model.model."
 """Beginning of the names of tensors that peft has saved with its wrapper."""
-PLAIN_TYPES = ("llama", "qwen2", "qwen3")
-PLAIN_POSITIONS = ("default", "linear", "llama3", "yarn")
-"""Types of models and of rotary positions that engines and learner are tested with. A run makes no trial of them."""
+PLAIN_TYPES, PLAIN_POSITIONS = ("llama", "qwen2", "qwen3"), ("default", "linear", "llama3", "yarn")
+"""Values of `model_type` and of `rope_type` in config.json, any two of which engines and learner are tested with. Of
+others a run trains and samples a small model before it starts."""
 TRIAL = "from april.launch.check import tell_objections; tell_objections()"
 TRIAL_S = 600.0
 DEVICE = "cuda"

@@ -204,7 +204,8 @@ def unlink(channel: WeightChannel) -> None:
 
 
 class ChainLinks:
-    """A worker's links to the one before it and the one behind it in its chain, one for each rank that sends."""
+    """A worker's links to the worker before it and to the one behind it in its chain: one of each for every rank of the
+    learner that sends a part of the weights."""
 
     def __init__(self, transport: Transport):
         self.transport = transport

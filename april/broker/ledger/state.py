@@ -286,8 +286,9 @@ class LedgerState:
         self.open_samples.set_state(sample, SampleState.DONE)
 
     def requeue_samples(self, group: Group, samples: list[Sample]) -> None:
-        """Queue changed samples for their next lease, except dead ones; if that completes the group, make it ready. A
-        group that is scored as a whole is queued as one sample."""
+        """Queue `samples`, whose last lease has ended, for their next one, except those that are dead. If no sample of
+        the group needs another lease, make the group ready. A group that is scored as a whole is queued as one
+        sample."""
         self.complete_if_done(group)
         representative = group.live_samples[:1] if group.group_scored and group.awaits_scores else None
         for sample in representative or samples:

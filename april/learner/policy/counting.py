@@ -38,7 +38,8 @@ PROCESSOR = {
     "size": {"shortest_edge": 64, "longest_edge": 4096}, "image_mean": MEAN, "image_std": MEAN,
 }  # fmt: skip
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Token ids and targets, int64 [B, T] each, `PAD` where there is none, and rows of pixels of B pictures."""
+"""Token ids and targets, int64 [B, T] each, `PAD` where there is none, and the patches of B pictures, one picture after
+the other, [patches, values of a patch]."""
 
 
 @dataclass(frozen=True)
