@@ -47,6 +47,7 @@ def adapted(tmp_path_factory):
     return dict(zip(ADAPTED, run_ranks(RANKS, jobs, folder / "ranks"), strict=True))
 
 
+@pytest.mark.xdist_group("adapted")
 @pytest.mark.parametrize("name", ADAPTED)
 def test_ranks_merge_an_adapter_into_the_parts_that_they_gather(adapted, name):
     """A product of a few rows may differ in its last bit from that of all rows of a rank."""
