@@ -270,16 +270,17 @@ def fail(*_):
 
 
 @pytest.mark.parametrize(
-    "command, said",
+    "command, timeout_s, said",
     [
-        (["sh", "-c", "kill -9 $$"], "ended at its start"),
-        (["sleep", "100"], "not ready after 0.3 s"),
-        (["no-such-command"], "cannot be started: No such file"),
+        (["sh", "-c", "kill -9 $$"], 60, "ended at its start"),
+        (["sleep", "100"], 0.3, "not ready after 0.3 s"),
+        (["no-such-command"], 60, "cannot be started: No such file"),
     ],
+    ids=["killed", "slow", "missing"],
 )
-def test_a_host_process_that_does_not_become_ready_is_said_not_to_have_started(monkeypatch, command, said):
+def test_a_host_process_that_does_not_become_ready_is_said_not_to_have_started(monkeypatch, command, timeout_s, said):
     monkeypatch.setattr(programs, "python_command", lambda *words: command)
-    monkeypatch.setattr(programs, "START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(programs, "START_TIMEOUT_S", timeout_s)
 
     async def play():
         runner = ProgramRunner("unused", {"much": "x" * 100_000}, 4, ProgramObserver())
