@@ -166,6 +166,8 @@ class WithoutDocstrings(ast.NodeTransformer):
             node.body = node.body[1:] or [ast.Pass()]
         return node
 
+    visit_AsyncFunctionDef = visit_ClassDef = visit_FunctionDef
+
 
 def splice(text: str, first: ast.AST, last: ast.AST, code: str) -> str:
     """A source text in which the nodes from `first` to `last` are replaced."""
