@@ -234,6 +234,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         queue."""
         ended = self.processes[index]
         ended.kill()
+        self.processes[index] = self.start_process()  # if that fails, no item has been answered: each counts once
         waiting: list[ItemT] = list(ended.in_flight)
         if failure and waiting:
             retried = self.retry(waiting[0], failure)
@@ -241,7 +242,6 @@ class ProcessPool(Generic[ItemT, AnswerT]):
                 self._answers.append(self.charge(waiting[0], failure.text))
             waiting[:1] = [retried] if retried else []
         self.queue.extendleft(reversed(waiting))
-        self.processes[index] = self.start_process()
 
     def close(self) -> None:
         """End all processes; pending items are lost. Idempotent."""

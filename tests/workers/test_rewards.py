@@ -96,6 +96,7 @@ def test_a_process_that_cannot_be_replaced_is_an_error_and_no_endless_wait(make_
     pool.submit(0, "bad_verifiers:crash", "", "", "stop")
     with pytest.raises(OSError, match="no process"):
         collect(pool, 1)
+    assert pool.pending == 1, "the item has been answered, or is lost"
 
 
 def test_an_endless_verifier_is_killed_and_only_its_item_has_an_error(make_pool):
