@@ -71,6 +71,19 @@ def pytest_collect_directory(path, parent):
     return parent.session.stash.setdefault(FOLDERS, {}).setdefault(path, (yield))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Each process begins a folder at another of its files, so that they share what the first to import a file does for
+    all: compiling it, and rewriting its asserts."""
+    report = yield
+    worker = getattr(collector.config, "workerinput", None)
+    if worker and isinstance(collector, pytest.Directory):
+        share = int(worker["workerid"].removeprefix("gw")) / worker["workercount"]
+        begin = int(share * len(report.result))
+        report.result[:] = report.result[begin:] + report.result[:begin]
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Tests that need a server or program are part of the full suite and run in one process per server; they are
@@ -92,7 +105,8 @@ def pytest_collection_modifyitems(config, items):
         later = {item for item in items if waits_for_its_turn(item)}
         config.hook.pytest_deselected(items=list(later))
         items[:] = [item for item in items if item not in later]
-    items.sort(key=limit_of, reverse=True)  # the longest first: begun last it would leave the other processes idle
+    # The longest first: begun last they would leave the other processes idle.
+    items.sort(key=lambda item: (-limit_of(item), item.path))
 
 
 def limit_of(item):

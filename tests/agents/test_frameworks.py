@@ -1,14 +1,11 @@
-"""Frameworks of others, which know nothing of April: their loops and tools, on the gateway as on any endpoint."""
+"""Frameworks of others, which know nothing of April: their loops and tools, on the gateway as on any endpoint.
+
+Each is imported by its test, since importing them takes seconds, also where the test is not run."""
 
 import asyncio
 
 import openai
 import pytest
-from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunConfig, Runner, function_tool
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
-from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode, tools_condition
 
 from tests.support.agent_gateway import CALLS, MARKED
 
@@ -25,14 +22,19 @@ def times(of: str) -> str:
     return str(first * second)
 
 
-@pytest.mark.parametrize("api", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
+@pytest.mark.parametrize("api", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_openai_agents_calls_its_tools_in_one_fork(meet, api, streamed):
+    import agents
+    from agents import Agent, RunConfig, Runner, function_tool
+
     client, policy, session, _ = meet("CALL5*3END$", "1+CALL2*3END$", "21$", template=MARKED, response_template=CALLS)
 
     async def play():
         own = openai.AsyncOpenAI(base_url=str(client.base_url), api_key=client.api_key, max_retries=0, timeout=60)
-        agent = Agent(name="a", instructions="S", tools=[function_tool(times)], model=api("policy", own))
+        agent = Agent(
+            name="a", instructions="S", tools=[function_tool(times)], model=getattr(agents, api)("policy", own)
+        )
         config = RunConfig(tracing_disabled=True)
         if not streamed:
             return (await Runner.run(agent, "12*3=", run_config=config)).final_output
@@ -48,6 +50,11 @@ def test_openai_agents_calls_its_tools_in_one_fork(meet, api, streamed):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_graph_of_langgraph_calls_its_tools_in_one_fork(meet, streaming):
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, MessagesState, StateGraph
+    from langgraph.prebuilt import ToolNode, tools_condition
+
     client, policy, session, _ = meet("CALL5*3END$", "1+CALL2*3END$", "21$", template=MARKED, response_template=CALLS)
     model = ChatOpenAI(
         model="policy", base_url=str(client.base_url), api_key=client.api_key, max_retries=0, streaming=streaming

@@ -74,6 +74,7 @@ def equals(ours, theirs):
     assert gradient.tolist() == pytest.approx(theirs["gradient"], rel=1e-5, abs=1e-8)
 
 
+@pytest.mark.xdist_group("trl")
 def test_the_loss_and_gradients_of_vespo_are_those_of_trl():
     keys = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
     loss, gradient = trl_loss("vespo", vespo=keys)

@@ -87,6 +87,7 @@ CASES = {
 }
 
 
+@pytest.mark.xdist_group("trl")
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_of_trl(case):
     ours, theirs = CASES[case]
@@ -96,6 +97,7 @@ def test_losses_and_gradients_of_trl(case):
     assert gradient.tolist() == pytest.approx(expected_gradient.tolist(), rel=1e-5, abs=1e-8)
 
 
+@pytest.mark.xdist_group("trl")
 def test_truncated_weights_of_trl():
     """TRL's loss around the current policy, weighted by min(pi / sampler, 1.2)."""
     weights = (padded(column("logprobs")) - padded(column("behaviour"))).exp().clamp(max=1.2)
@@ -105,6 +107,7 @@ def test_truncated_weights_of_trl():
     assert gradient.tolist() == pytest.approx(expected_gradient.tolist(), rel=1e-5, abs=1e-8)
 
 
+@pytest.mark.xdist_group("trl")
 def test_the_entropy_bonus_of_trl():
     torch.manual_seed(5)
     ours, theirs = (torch.rand(int(LENGTHS.sum())).requires_grad_() for _ in range(2))

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import orjson
 import torch
-from trl.trainer.grpo_trainer import GRPOTrainer
 
 from april.learner.diagnostics import StepTotals
 from april.learner.losses.advantages import token_weights
@@ -59,6 +58,8 @@ def our_loss(algorithm, entropies=None):
 
 def trl_loss(loss_type, importance_sampling_level="token", entropies=None, **settings):
     """TRL's `_compute_loss` on the recorded columns, its model replaced by a table of log-probabilities."""
+    from trl.trainer.grpo_trainer import GRPOTrainer  # takes seconds, which tests without it need not wait
+
     leaf = column("logprobs").requires_grad_()
     entropy_table = torch.zeros_like(MASK) if entropies is None else padded(entropies)
     weights = settings.pop("weights", None)
