@@ -9,7 +9,7 @@ import pytest
 from tests.mutants.catalogue import ROOT, load
 from tests.support.turns import has_its_turn
 
-PARTS = 8
+PARTS = 16
 """A suite takes one of so many parts of the faults; `python -m tests.mutants` takes all."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = 3
+PARTS = 4
 """A suite takes one of so many parts of the long tests."""
 
 
