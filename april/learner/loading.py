@@ -138,6 +138,7 @@ def parameters_without_memory() -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            parameter._is_hf_initialized = True  # else transformers draws values, which nothing holds
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta

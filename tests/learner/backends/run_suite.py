@@ -22,25 +22,29 @@ from tests.support.learner.gathered_parts import from_parts
 def run(job: dict, device: torch.device) -> dict:
     trainer = Trainer(Config.model_validate(job["config"]), device)
     restored = trainer.restore()
-    loaded = (trainer.weights(), from_parts(trainer)) if job["loaded"] else ()
-    steps = []
+    loaded, steps = (trainer.weights(), from_parts(trainer)) if job["loaded"] else (), []
     for data in job["batches"][trainer.step_count :]:
         batch = share_batch(decode(bytes.fromhex(data)) if dist.get_rank() == 0 else None)
         steps.append(step(trainer, batch))
         if trainer.step_count in job["save_after"]:
             trainer.save()
+    if job["loaded"]:
+        return {"loaded": loaded, "steps": steps}
     state = together(checkpoint.sharded_state(trainer.parts))
     trainer.canaries.trained_text = None  # else it is of the first batch that this process has trained
     return {
-        "restored": restored, "loaded": loaded, "steps": steps, "canary": trainer.canary().logprobs,
-        "weights": trainer.weights(), "state": state,
+        "restored": restored, "steps": steps, "canary": trainer.canary().logprobs, "weights": trainer.weights(),
+        "state": state,
     }  # fmt: skip
 
 
 def step(trainer: Trainer, batch: TrainingBatch) -> dict:
+    """Train a batch; returns its metrics, and of the first one gradients and log-probabilities, too."""
     ready = trainer.prepare(batch)
     metrics = trainer.step(batch, ready)
     assert trainer.token_stats
+    if batch.step:
+        return {"metrics": metrics}
     seen = dict(zip(ready.prepared.batch_indices, map(torch.from_numpy, trainer.token_stats.per_sample()), strict=True))
     return {"metrics": metrics, "gradients": gradients(trainer), "logprobs": {i: seen[i][0].clone() for i in seen}}
 

@@ -1,13 +1,10 @@
 """The contract of every back end of the learner, on any number of ranks."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-import orjson
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +18,9 @@ from april.learner.trainer import Trainer
 from tests.support.learner.comparison import equal
 from tests.support.learner.frozen_weights import short
 from tests.support.learner.reference import ReferenceLearner
+from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import job, make_config, make_policy, settings, uneven_batch
+from tests.support.marks import full
 
 ROOT = Path(__file__).parents[3]
 PYTHONS = {"fsdp": sys.executable, "megatron": str(ROOT / ".venv-megatron/bin/python")}
@@ -44,14 +43,16 @@ MODELS = {
     "qwen2": {"kind": Qwen2Config, "tied": False},
     "llama": {"kind": LlamaConfig, "layers": 3},
 } | MIXTURES
-ONE_STEP = {name: (name, {}) for name in MODELS} | {"opob": ("tied", {"advantage": "opob"})}
+FURTHER = ["untied", "qwen2", "llama"]
+"""Models of which the short suite trains no step."""
+ONE_STEP = {name: (name, {}) for name in MODELS if name not in FURTHER} | {"opob": ("tied", {"advantage": "opob"})}
 """model and keys of [algorithm]; with `opob` the gradient of each response is asked for first"""
 UNCLIPPED = {"grad_clip": 1e9, "microbatch_tokens": 64}
 LEARNS = {"microbatch_tokens": 64, "grad_clip": 0.5, "weight_decay": 0.1}
 KL = {"kl_coef": 0.2}
 UNBOUND = {"clip_low": 1.0, "clip_high": 100.0}
 """Clip bounds that no ratio reaches, so that rounding cannot decide about clipping."""
-STEPS, SAVED_AFTER = 4, 2
+STEPS, SAVED_AFTER = 3, 2
 RUNS = ["tied", "experts"]
 """Models trained for several steps, and resumed from a checkpoint."""
 
@@ -93,45 +94,62 @@ def begun(models, batches, tmp_path_factory):
     return {model: folder / model for model in RUNS}
 
 
+class Ranks:
+    """Ranks of a back end, which train jobs in their folder."""
+
+    def __init__(self, case, models, folder):
+        self.backend, self.ranks, stages, shares, self.own_experts = case
+        self.models, self.folder = models, folder
+        self.where = {"backend": self.backend, "ranks": self.ranks} | {
+            "pipeline_parallel": stages, "tensor_parallel": shares,
+        }  # fmt: skip
+
+    def config(self, name, model, algorithm=(), **learner):
+        learner |= self.where | ({"expert_parallel": self.own_experts} if model == "experts" else {})
+        return make_config(self.models[model], self.folder / name, algorithm=algorithm, **learner)
+
+    def one_step(self, batch, cases):
+        jobs = {}
+        for name, (model, keys) in cases.items():
+            given = short(batch) if name == "opob" else batch  # its weights are products over a response
+            jobs[f"step {name}"] = (self.config(f"step-{name}", model, keys, **UNCLIPPED), [given], self.models[model])
+        return jobs
+
+    def train(self, jobs):
+        """{job: (result, config, batches, model)}"""
+        ordered = [
+            job(
+                c, given, loaded=name.startswith("step"),
+                save_after=[SAVED_AFTER] if name.startswith(("whole", "rounded")) else [],
+            )
+            for name, (c, given, _) in jobs.items()
+        ]  # fmt: skip
+        program = ("tests.learner.backends.run_suite",)
+        results = run_ranks(self.ranks, ordered, self.folder, program, PYTHONS[self.backend], limit_s=500)
+        return {name: (result, *given) for (name, given), result in zip(jobs.items(), results, strict=True)}
+
+
 @pytest.fixture(scope="module", params=[case_of(case) for case in CASES])
-def outcome(request, models, batches, begun, tmp_path_factory):
-    """{job: (result, config, batches, model)}"""
-    backend, ranks, stages, shares, own_experts = request.param
-    folder = tmp_path_factory.mktemp("suite")
-    where = {"backend": backend, "ranks": ranks, "pipeline_parallel": stages, "tensor_parallel": shares}
+def ranks(request, models, tmp_path_factory):
+    return Ranks(request.param, models, tmp_path_factory.mktemp("suite"))
 
-    def config(name, model, algorithm=(), **learner):
-        learner |= where | ({"expert_parallel": own_experts} if model == "experts" else {})
-        return make_config(models[model], folder / name, algorithm=algorithm, **learner)
 
-    jobs = {}
-    for name, (model, keys) in ONE_STEP.items():
-        given = short(batches[0]) if name == "opob" else batches[0]  # its weights are products over a response
-        jobs[f"step {name}"] = (config(f"step-{name}", model, keys, **UNCLIPPED), [given], models[model])
+@pytest.fixture(scope="module")
+def outcome(ranks, models, batches, begun):
+    jobs = ranks.one_step(batches[0], ONE_STEP)
     for model in RUNS:
-        whole, taken = (config(f"{name}-{model}", model, algorithm=KL, **LEARNS) for name in ("whole", "taken"))
+        whole, taken = (ranks.config(f"{name}-{model}", model, algorithm=KL, **LEARNS) for name in ("whole", "taken"))
         jobs[f"whole {model}"] = jobs[f"resumed {model}"] = (whole, batches, models[model])
         jobs[f"taken {model}"] = (taken, batches, models[model])
         shutil.copytree(begun[model], taken.run_dir)
-        rounded = config(f"rounded-{model}", model, algorithm=KL | UNBOUND, compute="bf16", **LEARNS)
-        jobs[f"rounded {model}"] = jobs[f"rounded again {model}"] = (rounded, batches[: SAVED_AFTER + 1], models[model])
-    ordered = [
-        job(
-            c, given, loaded=name.startswith("step"),
-            save_after=[SAVED_AFTER] if name.startswith(("whole", "rounded")) else [],
-        )
-        for name, (c, given, _) in jobs.items()
-    ]  # fmt: skip
-    (folder / "jobs.json").write_bytes(orjson.dumps(ordered))
-    launch = [PYTHONS[backend], "-m", "april.learner.launch", f"--nproc-per-node={ranks}"]
-    script = str(Path(__file__).with_name("run_suite.py"))
-    with (folder / "output").open("wb") as output:
-        done = subprocess.run(
-            [*launch, script, str(folder)], stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=500
-        )
-    assert done.returncode == 0, (folder / "output").read_text()[-4000:]
-    results = torch.load(folder / "results.pt")
-    return {name: (result, *given) for (name, given), result in zip(jobs.items(), results, strict=True)}
+        rounded = ranks.config(f"rounded-{model}", model, algorithm=KL | UNBOUND, compute="bf16", **LEARNS)
+        jobs[f"rounded {model}"] = jobs[f"rounded again {model}"] = (rounded, batches, models[model])
+    return ranks.train(jobs)
+
+
+@pytest.fixture(scope="module")
+def further(ranks, batches):
+    return ranks.train(ranks.one_step(batches[0], {name: (name, {}) for name in FURTHER}))
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +170,8 @@ def expected():
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
-def test_published_weights_equal_the_folder_by_name_and_value(outcome, model):
-    result, _, _, folder = outcome[f"step {model}"]
+def test_published_weights_equal_the_folder_by_name_and_value(outcome, further, model):
+    result, _, _, folder = (outcome | further)[f"step {model}"]
     files = load_file(folder / "model.safetensors")
     published, from_parts = result["loaded"]
     assert published.keys() == files.keys()
@@ -161,9 +179,10 @@ def test_published_weights_equal_the_folder_by_name_and_value(outcome, model):
     assert equal(from_parts, files), "the ranks gather the same in parts"
 
 
-@pytest.mark.parametrize("case", ONE_STEP)
-def test_logprobs_loss_and_gradients_are_the_reference_s(outcome, expected, case):
-    result, config, (batch,), folder = outcome[f"step {case}"]
+@pytest.mark.parametrize("case", [*ONE_STEP, *map(full, FURTHER)])
+def test_logprobs_loss_and_gradients_are_the_reference_s(request, ranks, expected, case):
+    done = request.getfixturevalue("further" if case in FURTHER else "outcome")
+    result, config, (batch,), folder = done[f"step {case}"]
     logprobs, step = expected(case, folder, config, batch)
     (found,) = result["steps"]
     assert found["logprobs"]
