@@ -27,6 +27,7 @@ from tests.support.learner.small_learner import (
 pytestmark = pytest.mark.xdist_group("trainer_reference")
 BUDGETS = (8, 64, 150, 100_000)
 """Token budgets: 8 is below most samples, 64 below the longest, 100,000 holds all in one micro-batch."""
+UNCLIPPED = {"grad_clip": 1e9}
 
 
 def three_samples(policy):
@@ -44,41 +45,55 @@ def hinted(batch):
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.full), 2])
-def outcome(request, policy_folder, tmp_path_factory):
+def ranks(request):
+    return request.param
+
+
+def trained(ranks, cases, folder):
     """{case: (what the ranks computed, config, batches)}"""
-    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
-    batch, unclipped = uneven_batch(0, policy_folder), {"grad_clip": 1e9}
+    results = run_ranks(ranks, [job(*case) for case in cases.values()], folder)
+    return {name: (result, *case) for (name, case), result in zip(cases.items(), results, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def packed(ranks, policy_folder, tmp_path_factory):
+    """Outcomes of the same batch in micro-batches of each budget."""
+    folder, batch = tmp_path_factory.mktemp(f"packed{ranks}"), uneven_batch(0, policy_folder)
+    configs = [make_config(policy_folder, folder / f"b{n}", microbatch_tokens=n, **UNCLIPPED) for n in BUDGETS]
+    return trained(ranks, {f"budget {n}": (each, [batch]) for n, each in zip(BUDGETS, configs, strict=True)}, folder)
+
+
+@pytest.fixture(scope="module")
+def outcome(ranks, policy_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+    batch = uneven_batch(0, policy_folder)
 
     def config(name, **learner):
         return make_config(policy_folder, folder / name, **learner)
 
-    cases = {
-        f"budget {budget}": (config(f"b{budget}", microbatch_tokens=budget, **unclipped), [batch]) for budget in BUDGETS
-    }
-    cases["idle rank"] = (config("i", microbatch_tokens=1, **unclipped), [three_samples(policy_folder)])
+    cases = {"idle rank": (config("i", microbatch_tokens=1, **UNCLIPPED), [three_samples(policy_folder)])}
     several = [batch, flat_batch(1), uneven_batch(2, policy_folder)]
     cases["three steps"] = (config("t", microbatch_tokens=64, grad_clip=0.05, weight_decay=0.1), several)
     keys = {"divergence": "jensen_shannon", "divergence_mix": 0.3, "divergence_coef": 2.0, "advantage": "no_reward"}
     keys |= {"normalisation": "token_mean"}
-    taught = {"teacher": make_policy(folder / "teacher", layers=1), "microbatch_tokens": 1, **unclipped}
+    taught = {"teacher": make_policy(folder / "teacher", layers=1), "microbatch_tokens": 1, **UNCLIPPED}
     cases["taught"] = (config("taught", algorithm=keys, **taught), [three_samples(policy_folder)])
     asked = keys | {"divergence": "forward_kl", "distillation_coef": 1.0}
     cases["top k"] = (
         config("top", algorithm=asked, top_k=3, **taught), [told_batch(three_samples(policy_folder), 3)]
     )  # fmt: skip
     for name, budget in (("hinted", 1), ("hinted together", 64)):
-        itself = config(name, algorithm=keys | {"hint": "{prompt}{label}"}, microbatch_tokens=budget, **unclipped)
+        itself = config(name, algorithm=keys | {"hint": "{prompt}{label}"}, microbatch_tokens=budget, **UNCLIPPED)
         cases[name] = (itself, [hinted(three_samples(policy_folder))])
     cases["all flat"] = (config("f", weight_decay=0.1), [flat_batch(0)])
     cases["warm-up"] = (config("w", warmup_steps=4), [flat_batch(0), batch, batch])
-    results = run_ranks(request.param, [job(*case) for case in cases.values()], folder)
-    return {name: (result, *case) for (name, case), result in zip(cases.items(), results, strict=True)}
+    return trained(ranks, cases, folder)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [*(f"budget {budget}" for budget in BUDGETS), "idle rank"])
-def test_loss_gradients_and_metrics_equal_the_reference(outcome, policy_folder, case):
-    result, config, (batch,) = outcome[case]
+def test_loss_gradients_and_metrics_equal_the_reference(packed, outcome, policy_folder, case):
+    result, config, (batch,) = (packed | outcome)[case]
     expected = ReferenceLearner(policy_folder, settings(config)).step(batch.groups)
     metrics = result["metrics"][0]
     assert metrics["loss"] == pytest.approx(expected.loss, rel=0, abs=1e-5 * max(expected.summed, 0.1))
