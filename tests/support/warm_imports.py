@@ -26,7 +26,7 @@ PREPARED = (
     "transformers.conversion_mapping", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers", "aiohttp",
     "jinja2.sandbox", "msgspec", "orjson",
-    "prometheus_client", "pydantic.json_schema", "rich.live", "zmq.asyncio",
+    "prometheus_client", "pydantic.fields", "pydantic.json_schema", "pytest", "rich.live", "zmq.asyncio",
 )  # fmt: skip
 """Modules of other packages to import in advance; each program imports April's own modules itself."""
 TESTS = Path(__file__).parents[1]
@@ -103,6 +103,9 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in PREPARED:
         importlib.import_module(name)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("")  # compiles hundreds of patterns, and keeps them
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing from the forks"
     gc.freeze()
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
