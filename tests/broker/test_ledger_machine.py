@@ -85,10 +85,16 @@ class ScheduleMachine(machine.ScheduleMachine):
         return (3, sample.attempts == 0, *started_order)
 
 
-TestRounds, TestContinuous = (machine_of(kind, ScheduleMachine).TestCase for kind in ("april", "continuous"))
-TestRounds.settings = TestContinuous.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+def machine_test(kind, runs):
+    found = machine_of(kind, ScheduleMachine).TestCase
+    found.settings = settings(
+        max_examples=runs, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    return found
+
+
+TestRounds, TestContinuous = machine_test("april", 50), machine_test("continuous", 50)
+TestManyRounds, TestManyContinuous = (pytest.mark.full(machine_test(kind, 300)) for kind in ("april", "continuous"))
 
 
 def test_a_snapshot_covers_every_attribute_of_the_ledger():

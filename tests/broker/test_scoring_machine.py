@@ -238,5 +238,5 @@ class Scoring(RuleBasedStateMachine):
 
 TestScoring = Scoring.TestCase
 TestScoring.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -16,7 +16,7 @@ from april.learner.trainer import Trainer
 from tests.support.learner.comparison import equal
 from tests.support.learner.loss_inputs import stale, stale_tokens
 from tests.support.learner.recorded_losses import MASK, column, our_loss, trl_loss
-from tests.support.learner.small_learner import flat_batch, make_config, stale_batch, uneven_batch
+from tests.support.learner.small_learner import flat_batch, make_config, poisoned, stale_batch, uneven_batch
 
 VECTORS = orjson.loads((Path(__file__).parents[1] / "support/learner/long_lag_vectors.json").read_bytes())
 
@@ -116,8 +116,7 @@ WHOLE |= {"corrections": ["m2po"], "m2po_threshold": 0.05}
 
 def test_a_batch_that_trains_nothing_or_is_not_finite_changes_no_weight(one_rank, policy_folder, tmp_path):
     trainer = Trainer(make_config(policy_folder, tmp_path, algorithm=WHOLE), torch.device("cpu"))
-    before, batch = trainer.weights(), uneven_batch(0, policy_folder)
-    batch.groups[0][0].logprobs[:] = math.nan
+    before, batch = trainer.weights(), poisoned(uneven_batch(0, policy_folder))
     for each, figure in ((flat_batch(0), "update_skipped"), (batch, "nonfinite")):
         assert trainer.step(each)[figure] == 1
         assert equal(trainer.weights(), before)

@@ -313,16 +313,9 @@ def test_chosen_targets_alone_are_trained(one_rank, policy_folder, tmp_path):
 
 
 @ARCHITECTURES
-def test_a_dry_run_counts_the_trained_parameters(config, one_rank, tmp_path):
-    folder = random_model(config, tmp_path / "source")
-    run = make_config(folder, tmp_path / "run", lora={"rank": 2})
-    trained = Trainer(run, CPU).policy.trained
-    assert adapter_parameters(run) == sum(parameter.numel() for _, parameter in trained) > 0
-
-
-@ARCHITECTURES
-def test_adapted_layers_of_every_architecture_are_named_as_in_its_files(config, one_rank, tmp_path):
+def test_adapted_layers_of_every_architecture_are_counted_and_named_as_in_its_files(config, one_rank, tmp_path):
     trainer = Trainer(make_config(random_model(config, tmp_path / "source"), tmp_path / "run", lora={"rank": 2}), CPU)
+    assert adapter_parameters(trainer.config) == sum(each.numel() for _, each in trainer.policy.trained) > 0
     set_adapter(trainer)
     assert isinstance(trainer.weights_to_publish(), AdapterWeights)
     assert equal(at_a_worker(trainer.weights_to_publish()), trainer.weights())

@@ -1,6 +1,7 @@
 """Tiny policies, batches and configurations for the learner's tests, and how its ranks are launched."""
 
 from dataclasses import fields, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -86,9 +87,10 @@ def near_policy(batch: TrainingBatch, policy: Path, rng, temperature: float = 0.
     return TrainingBatch(batch.step, [[rescored(sample) for sample in group] for group in batch.groups])
 
 
+@cache
 def uneven_batch(step: int, policy: Path) -> TrainingBatch:
-    """A batch with groups of 4, 3 and 2 samples, one group without reward spread; responses of 1 to 90 tokens, prompts
-    of 1 to 9."""
+    """The same batch each time: groups of 4, 3, 3 and 2 samples, the third without reward spread; responses of 1 to 90
+    tokens, prompts of 1 to 9."""
     rng = np.random.default_rng(step)
     shapes = [
         [(3, 1, 1.0), (3, 12, 0.0), (3, 30, 0.5), (3, 7, 0.0)],
