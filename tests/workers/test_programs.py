@@ -6,6 +6,7 @@ import pytest
 
 from april.workers.rewards.code import code, is_wanted_text, last_block, read_label
 from april.workers.rewards.messages import Item, RewardRules
+from tests.support.marks import full
 
 pytestmark = pytest.mark.xdist_group("programs")
 ADD, WRONG = "def add(a, b):\n    return a + b", "def add(a, b):\n    return None"
@@ -21,36 +22,39 @@ def reward(program, label):
 
 DEFINED = {
     "a test function": "def test_add():\n    assert add(1, 2) == 3",
-    "an async one": "async def test_add():\n    assert add(1, 2) == 3",
-    "a function of another name": "def run():\n    assert add(1, 2) == 3",
     "one that a helper asserts for": "def equal(x, y):\n    assert x == y\ndef test_add():\n    equal(add(1, 2), 3)",
     "HumanEval's columns": {"test": "def check(candidate):\n    assert candidate(1, 2) == 3", "entry_point": "add"},
     "a class": "class TestAdd:\n    def test_it(self):\n        assert add(1, 2) == 3",
     "unittest": "import unittest\nclass A(unittest.TestCase):\n    def test_it(self):\n"
                 "        self.assertEqual(add(1, 2), 3)\nif __name__ == '__main__':\n    unittest.main()",
     "an import of the program": "from solution import add\ndef test_add():\n    assert add(1, 2) == 3",
-    "a star import of it": "from solution import *\ndef test_add():\n    assert add(1, 2) == 3",
-    "the program's module": "import solution\ndef test_add():\n    assert solution.add(1, 2) == 3",
     "the program's module, not imported": "assert solution.add(1, 2) == 3",
     "a function of the program's module": '{"fn_name": "solution.add", "inputs": [[1, 2]], "outputs": [3]}',
     "pytest's parameters":
         "import pytest\n@pytest.mark.parametrize('a,b', [(1, 3), (2, 4)])\ndef test_add(a, b):\n"
         "    assert add(a, 2) == b",
-    "a list in Python's spelling": "['assert add(1, 2) == 3', 'assert add(0, 0) == 0']",
     "a status": "import sys\nif add(1, 2) != 3:\n    sys.exit(1)",
-    "a flag": "right = False\nif add(1, 2) == 3:\n    right = True\nassert right",
     "a list of assertions": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
     "a parameter of the program's name": "def check(add):\n    assert add(1, 2) == 3\ncheck(add)",
 }  # fmt: skip
+FURTHER_DEFINED = {
+    "an async one": "async def test_add():\n    assert add(1, 2) == 3",
+    "a function of another name": "def run():\n    assert add(1, 2) == 3",
+    "a star import of it": "from solution import *\ndef test_add():\n    assert add(1, 2) == 3",
+    "the program's module": "import solution\ndef test_add():\n    assert solution.add(1, 2) == 3",
+    "a list in Python's spelling": "['assert add(1, 2) == 3', 'assert add(0, 0) == 0']",
+    "a flag": "right = False\nif add(1, 2) == 3:\n    right = True\nassert right",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DEFINED)
-def test_tests_that_are_only_defined_are_run(name):
-    assert (reward(ADD, DEFINED[name]), reward(WRONG, DEFINED[name])) == (1.0, 0.0)
-    assert reward("pass", DEFINED[name]) == 0.0
+@pytest.mark.parametrize("wrong", [WRONG, full("pass")], ids=["wrong", "nothing"])
+@pytest.mark.parametrize("name", [*DEFINED, *map(full, FURTHER_DEFINED)])
+def test_tests_that_are_only_defined_are_run(name, wrong):
+    label = (DEFINED | FURTHER_DEFINED)[name]
+    assert (reward(ADD, label), reward(wrong, label)) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("named", ["Solution().pair", "Solution.pair", "Pairs().pair"])
+@pytest.mark.parametrize("named", ["Solution().pair", full("Solution.pair"), "Pairs().pair"])
 @pytest.mark.parametrize(
     "tests",
     [
@@ -139,38 +143,23 @@ PARENT = "class Bad(ValueError):\n    def __init__(self, code): self.code = code
 RIGHT = {
     "a function named like a built-in": ("def sum(n):\n    return n[0] + n[1]", "def sum(n): return 1",
                                          "assert sum([1, 2]) == 3\nassert sum([4, 2]) == 6"),
-    "one named like a module": ("def bisect(a, x):\n    return 1", "def bisect(a, x): return 0",
-                                "assert bisect([1, 3], 2) == 1"),
     "one named like a function of a module": ("def gcd(a, b):\n    return a if b == 0 else gcd(b, a % b)",
                                               "def gcd(a, b): return 1", "assert gcd(4, 6) == 2"),
-    "a built-in's name given to a check": ("def sum(n):\n    return n[0] + n[1]", "x = 1",
-                                           "def check(f):\n    assert f([1, 2]) == 3\ncheck(sum)"),
     "typing without an import": ("def f(n: List[int]) -> Optional[int]:\n    return Counter(n).most_common(1)[0][0]",
                                  "def f(n): return 2", "assert f([1, 1, 2]) == 1"),
-    "a module without an import": ("def f(n):\n    return math.gcd(n, 6) + inf * 0 if False else math.gcd(n, 6)",
-                                   "def f(n): return 2", "assert f(9) == 3"),
     "a helper of the standard library": ("def f(n):\n    return n / 3", "def f(n): return 1",
                                          "assert math.isclose(f(1), 1 / 3)\nassert isclose(f(1), 1 / 3)"),
     "a counter": ("from collections import Counter\ndef f(s):\n    return Counter(s)", "def f(s): return {}",
                   "assert f('aab') == Counter('aab')"),
     "a lambda": ("def f(g, n):\n    return [g(x) for x in n]", "def f(g, n): return n",
                  "assert f(lambda x: x + 1, [1, 2]) == [2, 3]"),
-    "a callback that collects": ("def f(g):\n    g(1)\n    g(b=2)", "def f(g): g(1)",
-                                 "seen = []\ndef g(a=0, b=0):\n    seen.append((a, b))\nf(g)\n"
-                                 "assert seen == [(1, 0), (0, 2)]"),
     "a callback that calls back": ("def f(g, n):\n    return g(n)\ndef h(n):\n    return n + 1",
                                    "def f(g, n): return n",
                                    "assert f(lambda n: h(n), 1) == 2"),
     "a type": ("def f(n, kind):\n    return [x for x in n if isinstance(x, kind)]", "def f(n, kind): return n",
                "assert f([1, 'a'], int) == [1]\nassert f([1, 'a'], str) == ['a']"),
-    "a built-in function": ("def f(g, n):\n    return g(n)", "def f(g, n): return n", "assert f(len, [1, 2]) == 2"),
     "an iterator": ("def f(n):\n    return [x * 2 for x in n]", "def f(n): return []",
                     "assert f(iter([1, 2])) == [2, 4]"),
-    "an object of the label": ("def depth(node):\n    return 1 + max(map(depth, node.children), default=0)",
-                               "def depth(node): return 1",
-                               "class Node:\n    def __init__(self, *children):\n"
-                               "        self.children = list(children)\n"
-                               "assert depth(Node(Node(), Node(Node()))) == 3"),
     "an attribute that is set": ("class Node:\n    def __init__(self, v): self.v, self.next = v, None\n"
                                  "def total(n):\n    return n.v + total(n.next) if n else 0",
                                  "class Node:\n    def __init__(self, v): pass\ndef total(n): return 1",
@@ -178,9 +167,6 @@ RIGHT = {
     "dates": ("import datetime\ndef f(d):\n    return d + datetime.timedelta(days=1)", "def f(d): return d",
               "import datetime\nassert f(datetime.datetime(2024, 2, 28)) == datetime.datetime(2024, 2, 29)\n"
               "assert f(datetime.date(2024, 2, 29)) == datetime.date(2024, 3, 1)"),
-    "dates without an import": ("from datetime import date\ndef f(n):\n    return date(2024, 1, n)",
-                                "def f(n): return n",
-                                "assert f(2) == date(2024, 1, 2)"),
     "own operators": (VECTOR, VECTOR.replace("self.x + other.x", "self.x"),
                       "assert Vector(1, 2) + Vector(3, 4) == Vector(4, 6)\nassert Vector(1, 2) * 2 == Vector(2, 4)\n"
                       "assert 2 * Vector(1, 2) == Vector(2, 4)\nassert -Vector(1, 2) == Vector(-1, -2)\n"
@@ -190,9 +176,6 @@ RIGHT = {
     "own operators with plain values": (VECTOR, VECTOR.replace("n in", "n not in"),
                                         "v = Vector(1, 2)\nassert v.x == 1\nassert 2 in v and 7 not in v\n"
                                         "w = v * 3\nassert w.y == 6\nassert abs(Vector(3, 4) * 2) == 10"),
-    "an own list": ("class Stack(list):\n    def push(self, x): self.append(x)",
-                    "class Stack(list):\n    def push(self, x): pass",
-                    "s = Stack()\ns.push(1)\nassert s.pop() == 1\nassert len(s) == 0"),
     "a named tuple": ("from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f():\n    return P(1, 2)",
                       "def f(): return (1, 2)", "assert f() == (1, 2)\nassert f().y == 2"),
     "own exceptions": (PARENT + "def f(n):\n    raise Bad(n)", "def f(n): raise ValueError(n)",
@@ -202,29 +185,12 @@ RIGHT = {
     "an argument that is changed": ("def f(n): n.sort()", "def f(n): pass", "x = [3, 1]\nf(x)\nassert x == [1, 3]"),
     "a generator": ("def f(n):\n    yield 1\n    yield (2, {3})", "def f(n):\n    yield 1",
                     "assert list(f(1)) == [1, (2, {3})]"),
-    "a long integer": ("def f(n): return 10 ** n", "def f(n): return 10", "assert f(5000) == 10 ** 5000"),
-    "an own iterator": ("class Count:\n    def __init__(self, n): self.n = n\n"
-                        "    def __iter__(self): return iter(range(self.n))\n"
-                        "    def __len__(self): return self.n\n    def __getitem__(self, i): return i",
-                        "class Count:\n    def __init__(self, n): pass",
-                        "assert list(Count(3)) == [0, 1, 2]\nassert len(Count(3)) == 3\nassert Count(3)[1] == 1"),
     "a context": ("class C:\n    def __enter__(self): self.n = 1; return self\n    def __exit__(self, *_): self.n = 2",
                   "class C:\n    def __enter__(self): self.n = 0; return self\n    def __exit__(self, *_): pass",
                   "c = C()\nwith c as d:\n    assert d.n == 1\nassert c.n == 2\nassert isinstance(c, C)"),
-    "a singleton": ("class S:\n    one = None\n    def __new__(cls):\n"
-                    "        S.one = S.one or object.__new__(cls)\n        return S.one",
-                    "class S: pass", "assert S() is S()"),
-    "a decorator": ("def twice(g):\n    return lambda *a: 2 * g(*a)", "def twice(g): return g",
-                    "@twice\ndef h(n):\n    return n + 1\nassert h(2) == 6"),
     "a coroutine": ("async def f(n):\n    return n + 1", "async def f(n): return n",
                     "import asyncio\nassert asyncio.run(f(1)) == 2\nasync def main():\n    return await f(2)\n"
                     "assert asyncio.run(main()) == 3"),
-    "a large value": ("def f(n):\n    return list(range(n))", "def f(n): return [0] * n",
-                      "assert f(200_000) == list(range(200_000))"),
-    "a named argument that is changed": ("def f(n):\n    n.append(1)", "def f(n): pass",
-                                         "x = []\nf(n=x)\nassert x == [1]"),
-    "a main block that reads": (ADD + "\nif __name__ == '__main__':\n    print(add(int(input()), 1))", WRONG,
-                                "assert add(1, 2) == 3"),
     "deep recursion": ("def f(n):\n    return 0 if n == 0 else 1 + f(n - 1)", "def f(n): return 0",
                        "assert f(5000) == 5000"),
     "an array": ("import numpy as np\ndef f(m):\n    return np.array(m) + 1", "def f(m): return m",
@@ -234,6 +200,50 @@ RIGHT = {
     "a dataclass": ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass(frozen=True)\n"
                     "class P:\n    x: int", "class P:\n    def __init__(self, x): self.x = 0",
                     "assert P(1) == P(1) and P(1) != P(2)\nassert P(1).x == 1"),
+    "a class with the methods of a list": (
+        "class Bag(list):\n    __hash__ = None\n    def __eq__(self, o): return sorted(self) == sorted(o)",
+        "class Bag(list):\n    def append(self, n): pass",
+        "b = Bag()\nb.append(2)\nb.append(1)\nassert b == [1, 2] and 1 in b and len(b) == 2"),
+}  # fmt: skip
+FURTHER_RIGHT = {
+    "one named like a module": ("def bisect(a, x):\n    return 1", "def bisect(a, x): return 0",
+                                "assert bisect([1, 3], 2) == 1"),
+    "a built-in's name given to a check": ("def sum(n):\n    return n[0] + n[1]", "x = 1",
+                                           "def check(f):\n    assert f([1, 2]) == 3\ncheck(sum)"),
+    "a module without an import": ("def f(n):\n    return math.gcd(n, 6) + inf * 0 if False else math.gcd(n, 6)",
+                                   "def f(n): return 2", "assert f(9) == 3"),
+    "a callback that collects": ("def f(g):\n    g(1)\n    g(b=2)", "def f(g): g(1)",
+                                 "seen = []\ndef g(a=0, b=0):\n    seen.append((a, b))\nf(g)\n"
+                                 "assert seen == [(1, 0), (0, 2)]"),
+    "a built-in function": ("def f(g, n):\n    return g(n)", "def f(g, n): return n", "assert f(len, [1, 2]) == 2"),
+    "an object of the label": ("def depth(node):\n    return 1 + max(map(depth, node.children), default=0)",
+                               "def depth(node): return 1",
+                               "class Node:\n    def __init__(self, *children):\n"
+                               "        self.children = list(children)\n"
+                               "assert depth(Node(Node(), Node(Node()))) == 3"),
+    "dates without an import": ("from datetime import date\ndef f(n):\n    return date(2024, 1, n)",
+                                "def f(n): return n",
+                                "assert f(2) == date(2024, 1, 2)"),
+    "an own list": ("class Stack(list):\n    def push(self, x): self.append(x)",
+                    "class Stack(list):\n    def push(self, x): pass",
+                    "s = Stack()\ns.push(1)\nassert s.pop() == 1\nassert len(s) == 0"),
+    "a long integer": ("def f(n): return 10 ** n", "def f(n): return 10", "assert f(5000) == 10 ** 5000"),
+    "an own iterator": ("class Count:\n    def __init__(self, n): self.n = n\n"
+                        "    def __iter__(self): return iter(range(self.n))\n"
+                        "    def __len__(self): return self.n\n    def __getitem__(self, i): return i",
+                        "class Count:\n    def __init__(self, n): pass",
+                        "assert list(Count(3)) == [0, 1, 2]\nassert len(Count(3)) == 3\nassert Count(3)[1] == 1"),
+    "a singleton": ("class S:\n    one = None\n    def __new__(cls):\n"
+                    "        S.one = S.one or object.__new__(cls)\n        return S.one",
+                    "class S: pass", "assert S() is S()"),
+    "a decorator": ("def twice(g):\n    return lambda *a: 2 * g(*a)", "def twice(g): return g",
+                    "@twice\ndef h(n):\n    return n + 1\nassert h(2) == 6"),
+    "a large value": ("def f(n):\n    return list(range(n))", "def f(n): return [0] * n",
+                      "assert f(200_000) == list(range(200_000))"),
+    "a named argument that is changed": ("def f(n):\n    n.append(1)", "def f(n): pass",
+                                         "x = []\nf(n=x)\nassert x == [1]"),
+    "a main block that reads": (ADD + "\nif __name__ == '__main__':\n    print(add(int(input()), 1))", WRONG,
+                                "assert add(1, 2) == 3"),
     "a name of the library that has to raise, too": (
         "def permutations(n):\n    return sorted([[a, b] for a in n for b in n if a != b])\n"
         "def other(n):\n    return n + 1",
@@ -244,10 +254,6 @@ RIGHT = {
         "def f(n):\n    return n", "def f(n): return 1",
         "import pytest\n@pytest.mark.parametrize('n,kind', [(1, ValueError), (2, StopIteration)])\n"
         "def test_f(n, kind):\n    assert f(n) == n"),
-    "a class with the methods of a list": (
-        "class Bag(list):\n    __hash__ = None\n    def __eq__(self, o): return sorted(self) == sorted(o)",
-        "class Bag(list):\n    def append(self, n): pass",
-        "b = Bag()\nb.append(2)\nb.append(1)\nassert b == [1, 2] and 1 in b and len(b) == 2"),
     "a class of one letter": ("class M:\n    @staticmethod\n    def add(a, b): return a + b",
                               "class M:\n    @staticmethod\n    def add(a, b): return a", "assert M.add(1, 2) == 3"),
     "JSON that fails": ("import json\ndef f(s):\n    return json.loads(s)", "def f(s): return {}",
@@ -255,9 +261,9 @@ RIGHT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [*RIGHT, *map(full, FURTHER_RIGHT)])
 def test_a_right_program_passes_python_tests_and_a_wrong_one_does_not(name):
-    right, wrong, label = RIGHT[name]
+    right, wrong, label = (RIGHT | FURTHER_RIGHT)[name]
     assert (reward(right, label), reward(wrong, label)) == (1.0, 0.0)
 
 
@@ -331,7 +337,6 @@ ANY = (
 )  # fmt: skip
 FORGED = {
     "a difference": ("def f(n): return E()", "assert abs(f(2) - 4.0) < 1e-6"),
-    "a difference from the left": ("def f(n): return E()", "assert abs(4.0 - f(2)) < 1e-6"),
     "a difference that stays": (
         "class D(E):\n    def __rsub__(self, o): return self\n    __sub__ = __rsub__\ndef f(n): return D()",
         "assert abs(f(2) - 4.0) < 1e-6",
@@ -343,7 +348,6 @@ FORGED = {
         "s = Solution()\nassert abs(s.f(2) - 4.0) < 1e-6",
     ),
     "a result with attributes": ("def f(n): return E()", "assert f(2).value is not None\nassert f(2) == 4"),
-    "a capital": ("def Sum(n): return E()", "assert Sum(2) == 4"),
     "an array of such objects": ("import numpy as np\ndef f(n): return np.array([E()], dtype=object)",
                                  "import numpy as np\nassert np.allclose(f(2), [4.0])"),
     "unittest": ("def f(n): return E()", "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
@@ -351,47 +355,42 @@ FORGED = {
     "a skipped test": ("import unittest\ndef f(n): raise unittest.SkipTest",
                        "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
                        "        self.assertEqual(f(2), 4)"),
-    "a skipped test of a name": ("class SkipTest(Exception): pass\ndef f(n): raise SkipTest",
-                                 "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
-                                 "        self.assertEqual(f(2), 4)"),
     "a helper": ("def isclose(a, b): return True\ndef f(n): return 1", "assert isclose(f(2), 4.0)"),
-    "a helper's module": ("class math: isclose = lambda *a: True\ndef f(n): return 1",
-                          "assert math.isclose(f(2), 4.0)"),
-    "an expected date": ("def date(*a): return 1\ndef f(n): return 1", "assert f(2) == date(2024, 1, 2)"),
     "the label's world": (
         "def f(g):\n    try: g.__globals__['__builtins__']['abs'] = lambda x: 0\n    except Exception: pass\n"
         "    return 5.0",
         "def g(): return 1\nassert abs(f(g) - 4.0) < 1e-6",
     ),
     "a standard function's name": ("pass", "assert gcd(4, 6) == 2"),
-    "a standard function that a check gets": ("pass", "def check(f):\n    assert f(4, 6) == 2\ncheck(gcd)"),
     "an error's attributes": ("def f(n): raise E()",
                               "try:\n    x = f(2)\nexcept ValueError:\n    x = 4\nassert x == 4"),
     "the standard header": ("gcd", "assert gcd(4, 6) == 2"),
 }  # fmt: skip
+FURTHER_FORGED = {
+    "a difference from the left": ("def f(n): return E()", "assert abs(4.0 - f(2)) < 1e-6"),
+    "a capital": ("def Sum(n): return E()", "assert Sum(2) == 4"),
+    "a skipped test of a name": ("class SkipTest(Exception): pass\ndef f(n): raise SkipTest",
+                                 "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
+                                 "        self.assertEqual(f(2), 4)"),
+    "a helper's module": ("class math: isclose = lambda *a: True\ndef f(n): return 1",
+                          "assert math.isclose(f(2), 4.0)"),
+    "an expected date": ("def date(*a): return 1\ndef f(n): return 1", "assert f(2) == date(2024, 1, 2)"),
+    "a standard function that a check gets": ("pass", "def check(f):\n    assert f(4, 6) == 2\ncheck(gcd)"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORGED)
+@pytest.mark.parametrize("name", [*FORGED, *map(full, FURTHER_FORGED)])
 def test_no_object_of_a_program_stands_for_what_is_expected(name):
-    program, label = FORGED[name]
+    program, label = (FORGED | FURTHER_FORGED)[name]
     assert reward(ANY + program, label) == 0.0
 
 
 COUNT, ADDED = "from collections import Counter as C\ndef f(s): return C(s)", "def f(a, b): return a + b"
 JUDGES = {
     "a library without an import": ("def f(n): return n + 2.0", "np", "assert np.allclose(f(2), [4.0])"),
-    "a library of a check": ("def f(n): return n + 2.0", "np",
-                             {"test": "def check(g):\n    assert np.isclose(g(2), 4.0)", "entry_point": "f"}),
     "pytest without an import": ("def f(n): raise ValueError", "pytest", "with pytest.raises(ValueError):\n    f(2)"),
-    "a class that is also tested": (COUNT, "Counter", "assert Counter([1]) == {1: 1}\n"
-                                                      "assert f('aab') == Counter('aab')"),
-    "a class by a variable": (COUNT, "Counter", "want = Counter('aab')\nassert f('aab') == want"),
     "a class of many cases": (COUNT, "Counter", "cases = [('aab', Counter('aab'))]\nfor a, b in cases:\n"
                                                 "    assert f(a) == b"),
-    "a function by a variable": (ADDED, "gcd", "want = gcd(9, 6)\nassert f(1, 2) == want"),
-    "a function that is also tested": (ADDED, "gcd", "x = gcd(9, 6)\nassert x == 3\nassert f(1, 2) == x"),
-    "a module by a variable": ("import datetime\ndef f(n): return datetime.datetime(2024, 1, n)", "datetime",
-                               "want = datetime(2024, 1, 2)\nassert f(2) == want"),
     "a function of a check": (ADDED, "gcd", {"test": "def check(g):\n    want = gcd(9, 6)\n    assert g(1, 2) == want",
                                              "entry_point": "f"}),
     "the entry point's name": ("from math import gcd", "gcd",
@@ -400,16 +399,29 @@ JUDGES = {
     "a function of the other operand": ("def lcm(a, b): return 12", "gcd", "assert lcm(4, 6) == 24 // gcd(4, 6)"),
     "a built-in's name": ("def f(n): return sum(n)", "sum", "want = sum([1, 2])\nassert f([1, 2]) == want"),
 }  # fmt: skip
+FURTHER_JUDGES = {
+    "a library of a check": ("def f(n): return n + 2.0", "np",
+                             {"test": "def check(g):\n    assert np.isclose(g(2), 4.0)", "entry_point": "f"}),
+    "a class that is also tested": (COUNT, "Counter", "assert Counter([1]) == {1: 1}\n"
+                                                      "assert f('aab') == Counter('aab')"),
+    "a class by a variable": (COUNT, "Counter", "want = Counter('aab')\nassert f('aab') == want"),
+    "a function by a variable": (ADDED, "gcd", "want = gcd(9, 6)\nassert f(1, 2) == want"),
+    "a function that is also tested": (ADDED, "gcd", "x = gcd(9, 6)\nassert x == 3\nassert f(1, 2) == x"),
+    "a module by a variable": ("import datetime\ndef f(n): return datetime.datetime(2024, 1, n)", "datetime",
+                               "want = datetime(2024, 1, 2)\nassert f(2) == want"),
+}  # fmt: skip
 """What a label takes from the judge: a right program, the name that a wrong one defines instead, the label."""
 
 
-@pytest.mark.parametrize("name", JUDGES)
-def test_what_an_assertion_uses_beside_the_function_under_test_is_never_the_program_s(name):
-    right, shadowed, label = JUDGES[name]
-    wrong = f"{ANY}class Always(E):\n    def __call__(self, *a, **b): return 5\n    __enter__ = __exit__ = __call__\n"
+@pytest.mark.parametrize("given", ["5", full("E()")])
+@pytest.mark.parametrize("name", [*JUDGES, *map(full, FURTHER_JUDGES)])
+def test_what_an_assertion_uses_beside_the_function_under_test_is_never_the_program_s(name, given):
+    right, shadowed, label = (JUDGES | FURTHER_JUDGES)[name]
+    wrong = (
+        f"{ANY}class Always(E):\n    def __call__(self, *a, **b): return {given}\n    __enter__ = __exit__ = __call__\n"
+    )
     wrong += f"f = lcm = candidate = {shadowed} = Always()\n{shadowed}.allclose = {shadowed}.isclose = Always()"
     assert (reward(right, label), reward(wrong, label)) == (1.0, 0.0)
-    assert reward(wrong.replace("return 5", "return E()"), label) == 0.0
 
 
 def test_a_module_that_a_label_does_not_import_is_refused_where_no_library_has_the_name():

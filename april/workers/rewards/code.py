@@ -14,6 +14,7 @@ The first failed test ends the trial. `reward.over_limit` decides the outcome of
 
 import ast
 import json
+import marshal
 import os
 import re
 import secrets
@@ -238,15 +239,16 @@ HERE = Path(__file__).parent
 IMPORT = re.compile(r"^from april\.workers\.rewards\.plain_values import .*\n", re.MULTILINE)
 
 
-def inlined_source(file: str) -> str:
-    """Source of a module of this folder, to run without April: its import of `plain_values` is inlined."""
+def inlined(file: str) -> str:
+    """A module of this folder, compiled, as source to run without April: its import of `plain_values` is inlined."""
     text, imports = IMPORT.subn("", HERE.joinpath(file).read_text())
     assert imports == 1
-    return HERE.joinpath("plain_values.py").read_text() + text
+    code = compile(HERE.joinpath("plain_values.py").read_text() + text, file, "exec")
+    return f"import marshal\nexec(marshal.loads({marshal.dumps(code)!r}))\n"
 
 
-PROGRAM_SIDE = inlined_source("program_side.py")
-JUDGE = inlined_source("judge.py")
+PROGRAM_SIDE = inlined("program_side.py")
+JUDGE = inlined("judge.py")
 
 SERVE = "\nimport program\nProgramSide(vars(program), open({}, 'rb'), open({}, 'wb')).serve()\n"
 DECIDE = """

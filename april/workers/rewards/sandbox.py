@@ -36,7 +36,7 @@ import msgspec
 from april.util.errors import refuse
 from april.util.files import OPEN_FOLDER, remove_folder
 from april.util.lifetime import reap
-from april.workers.rewards.sandbox_runner import FIRST_UID, STARTS, UIDS
+from april.workers.rewards.sandbox_runner import FIRST_UID, START, STARTS, UIDS
 
 log = logging.getLogger(__name__)
 
@@ -225,6 +225,7 @@ def add_file(files: dict[tuple[int, int], int], status: os.stat_result) -> None:
 # --- the sandbox ------------------------------------------------------------------------------------------------------
 
 RUNNER = Path(__file__).with_name("sandbox_runner.py")
+PYTHON = [sys.executable, "-I", "-S", "-B", "-c", START]
 LIBC = ctypes.CDLL(None)
 NAMESPACES = ["unshare", "--net", "--pid", "--ipc", "--fork", "--kill-child"]
 OWN_PROC = ["--mount-proc"]
@@ -324,7 +325,7 @@ def run_in(folder: str, stdin: bytes, limits: SandboxLimits, descriptors: tuple[
     mounts = "own mounts" if OWN_PROC[0] in prefix else ""
     group = ControlGroup(limits.memory_mb + limits.files_mb * bool(mounts))  # files in memory count there, too
     rules = [msgspec.json.encode(limits).decode(), "" if prefix else "no sockets", group.path, mounts]
-    runner = [sys.executable, "-I", "-B", str(RUNNER), *rules]
+    runner = [*PYTHON, str(RUNNER), *rules]
     env = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"}
     with RUNNING_LOCK:
         process = subprocess.Popen(
@@ -476,9 +477,7 @@ def isolation() -> list[str]:
 
 def isolation_layers() -> dict[str, bool]:
     """Isolation layers by name, and whether this host has each."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-B", str(RUNNER), "layers"], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([*PYTHON, str(RUNNER), "layers"], capture_output=True, text=True, timeout=60, check=True)
     prefix = isolation()
     namespaces = {"namespaces": bool(prefix), "a /proc of its own": "--mount-proc" in prefix}
     return namespaces | msgspec.json.decode(done.stdout.partition(STARTS)[2], type=dict[str, bool])

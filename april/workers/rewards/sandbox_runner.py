@@ -15,7 +15,6 @@ import errno
 import importlib
 import json
 import os
-import platform
 import resource
 import runpy
 import stat
@@ -27,6 +26,14 @@ HEADER = ("typing", "collections", "math", "itertools", "functools", "heapq", "b
           "copy", "random", "operator", "statistics", "decimal", "fractions", "dataclasses", "abc", "enum")  # fmt: skip
 """Modules whose public names a program may use without an import, as on LeetCode. If several modules have a name, that
 of the first counts."""
+START = """import site, sys
+site.addsitedir = lambda folder, *_: sys.path.append(folder)
+site.main()
+from importlib.machinery import SourceFileLoader
+del sys.argv[0]
+exec(SourceFileLoader("__main__", sys.argv[0]).get_code("__main__"))"""
+"""Python that runs the script at the path in its first argument, from its bytecode if that is cached. The interpreter
+has the option -S: it runs no hook of a package (.pth file), which may take longer than all else at a start."""
 STARTS = "\0the program starts\n"
 """Line that is printed before a program runs: output before it is the interpreter's, and not the program's."""
 DEEPEST_RECURSION = 50_000
@@ -236,9 +243,9 @@ def filter_calls() -> None:
 
 def call_filter() -> list[tuple[int, int, int, int]]:
     """Instructions (code, jump if true, jump if false, value) of the system call filter; none on unknown processors."""
-    if platform.machine() not in ARCHITECTURES:
+    if os.uname().machine not in ARCHITECTURES:
         return []
-    audited, index, clone = ARCHITECTURES[platform.machine()]
+    audited, index, clone = ARCHITECTURES[os.uname().machine]
     numbers = [by_architecture[index] for by_architecture in FORBIDDEN.values()]
     rules = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audited), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     rules += [(EQUAL, len(numbers) - position + 6, 0, number) for position, number in enumerate(numbers)]
@@ -259,7 +266,7 @@ def call_filter() -> list[tuple[int, int, int, int]]:
 def isolation_layers() -> dict[str, bool]:
     libc = ctypes.CDLL(None)
     landlock = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(ABI_ONLY))
-    filtered = platform.machine() in ARCHITECTURES and libc.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
+    filtered = os.uname().machine in ARCHITECTURES and libc.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
     return {"Landlock": landlock >= 1, "seccomp": filtered}
 
 
