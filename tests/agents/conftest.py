@@ -17,7 +17,7 @@ from april.agents.rendering import Renderer
 from april.data.tokenizer import Tokenizer
 from april.wire.message import Version
 from april.wire.rows import chunk_row
-from tests.support.agent_gateway import PLAIN_HTTP, SESSION
+from tests.support.agent_gateway import PLAIN_HTTP, SESSION, TRUST
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -99,7 +99,9 @@ def meet(loop, policy_folder):
 
         make.addresses = asyncio.run_coroutine_threadsafe(serve(), loop).result()
         key = gateway.admit(session)
-        client = openai.OpenAI(base_url=make.addresses.local, api_key=key, max_retries=0, timeout=120)
+        http = openai.DefaultHttpxClient(verify=TRUST)
+        url = make.addresses.local
+        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=120, http_client=http)
         client.loop = loop
         clients.append(client)
         return client, policy, session, gateway

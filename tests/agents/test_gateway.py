@@ -16,7 +16,7 @@ import pytest
 from april import wire
 from april.agents.gateway import task_of
 from april.agents.host import StartProgram
-from tests.support.agent_gateway import CALLS, MARKED, SESSION, ask
+from tests.support.agent_gateway import CALLS, MARKED, SESSION, TRUST, ask
 from tests.support.run_processes import wait_until
 
 
@@ -233,7 +233,8 @@ def clients(meet):
     def begin(*lines, **more):
         client, policy, _, _ = meet(*lines, **more)
         root = str(client.base_url).removesuffix("/v1/")
-        return anthropic.Anthropic(base_url=root, api_key=client.api_key, max_retries=0, timeout=120), policy
+        http = anthropic.DefaultHttpxClient(verify=TRUST)
+        return anthropic.Anthropic(base_url=root, api_key=client.api_key, max_retries=0, http_client=http), policy
 
     return begin
 

@@ -20,7 +20,7 @@ from april.agents.images import RequestImages
 from april.agents.link import BrokerLink
 from april.data.images import PROMPT_IMAGES, name_of
 from april.data.tokenizer import Tokenizer
-from tests.support.agent_gateway import ask
+from tests.support.agent_gateway import TRUST, ask
 from tests.support.picture_rows import TEMPLATE, picture, write_picture_tokenizer
 
 RED, BLUE = picture("red"), picture("blue", (24, 16), "JPEG")
@@ -67,7 +67,8 @@ def by_messages(client, *turns):
     said = [{"role": roles[place % 2], "content": turn if isinstance(turn, str) else list(map(anthropic_form, turn))}
             for place, turn in enumerate(turns)]  # fmt: skip
     url = str(client.base_url).removesuffix("/v1/")
-    with anthropic.Anthropic(base_url=url, api_key=client.api_key, max_retries=0, timeout=120) as other:
+    http = anthropic.DefaultHttpxClient(verify=TRUST)
+    with anthropic.Anthropic(base_url=url, api_key=client.api_key, max_retries=0, http_client=http) as other:
         return other.messages.create(model="run", max_tokens=9, messages=said)
 
 
@@ -149,7 +150,8 @@ def test_a_message_names_an_image_by_its_content_so_that_equal_requests_are_one(
 def test_results_of_tools_bring_images(see):
     client, _, session, _ = see("5", "7", "8")
     url = str(client.base_url).removesuffix("/v1/")
-    with anthropic.Anthropic(base_url=url, api_key=client.api_key, max_retries=0, timeout=120) as other:
+    http = anthropic.DefaultHttpxClient(verify=TRUST)
+    with anthropic.Anthropic(base_url=url, api_key=client.api_key, max_retries=0, http_client=http) as other:
         result = {"type": "tool_result", "tool_use_id": "t", "content": [anthropic_form("seen"), anthropic_form(RED)]}
         other.messages.create(model="run", max_tokens=9, messages=[{"role": "user", "content": [result]}])
     output = {"type": "function_call_output", "call_id": "t", "output": [response_form("seen"), response_form(RED)]}

@@ -9,6 +9,8 @@ from april.config import AgentSection
 
 SESSION = 7 * wire.MAX_FORKS
 PLAIN_HTTP = AgentSection()
+TRUST = ssl.create_default_context()
+"""Of clients; each would read all certificates of the system anew."""
 CALLS = {
     "start_anchor": ":",
     "fields": {

@@ -227,7 +227,7 @@ class RewardModel(ThreadingHTTPServer):
         self.batches, self.faults, self.asked = [], [], []
         """Sizes of the requested batches, statuses with which to answer first, and (path, key) of each request."""
         super().__init__(("127.0.0.1", 0), Answer)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def url(self):

@@ -464,6 +464,10 @@ class HttpServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
 
+    def serve_forever(self, poll_interval: float = 0.02) -> None:
+        """As its base class, which would let `shutdown` wait for up to half a second."""
+        super().serve_forever(poll_interval)
+
     def handle_error(self, request, client_address) -> None:
         """Ignore errors of clients that disconnect."""
 

@@ -86,7 +86,7 @@ def statuses_for_pages(port, method, path):
 def test_metrics_and_probes_are_not_for_pages():
     exporter = Exporter("127.0.0.1", 0, stuck_after_s=30.0)
     probes = ThreadingHTTPServer(("127.0.0.1", 0), ProbeHandler)
-    threading.Thread(target=probes.serve_forever, daemon=True).start()
+    threading.Thread(target=probes.serve_forever, args=(0.01,), daemon=True).start()
     for port, path in ((int(exporter.address.rpartition(":")[2]), "/metrics"), (probes.server_address[1], "/health")):
         refused, answered = statuses_for_pages(port, "GET", path)
         assert set(refused) == {403} and answered == 200
