@@ -248,7 +248,7 @@ class Supervisor:
                 part.kill()
             remove_socket_folder(self._address)
             if self.connection:
-                self.connection.close()
+                self.connection.close(linger_ms=0)  # the broker has ended
             for number, handler in previous.items():
                 signal.signal(number, handler)
 

@@ -1,4 +1,4 @@
-"""Starts April's programs as forks of a process that has already imported torch and other packages.
+"""Starts April's programs as forks of a process that has already imported torch, other packages and April.
 
 `Popen` is subprocess.Popen for commands such as `python -m april.cli run ...`: the program runs in a fork of a process
 that has only done those imports. It is a child of the caller, with its own process id, command line, environment,
@@ -28,7 +28,13 @@ PREPARED = (
     "jinja2.sandbox", "msgspec", "orjson",
     "prometheus_client", "pydantic.fields", "pydantic.json_schema", "pytest", "rich.live", "zmq.asyncio",
 )  # fmt: skip
-"""Modules of other packages to import in advance; each program imports April's own modules itself."""
+"""Modules of other packages to import in advance."""
+PARTS = (
+    "april.broker.server", "april.cli", "april.launch.preflight", "april.launch.supervisor", "april.learner.loop",
+    "april.learner.source", "april.learner.trainer", "april.observe.dashboard.report", "april.simulate.tune",
+    "april.weights.publisher", "april.workers.engines.embedded.engine", "april.workers.process",
+)  # fmt: skip
+"""April's own, with all that they import: what the parts of a run are made of."""
 TESTS = Path(__file__).parents[1]
 PROGRAMS = ("april.cli", "april.learner", "tests.")
 """Prefixes of the modules (`python -m ...`) that run in forks."""
@@ -101,7 +107,7 @@ def prepare() -> socket.socket:
 def main() -> None:
     global preparer
     connection = socket.socket(fileno=int(sys.argv[1]))
-    for name in PREPARED:
+    for name in (*PREPARED, *PARTS):
         importlib.import_module(name)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -175,6 +181,7 @@ def run(command: list[str], folder: str, environment: dict[str, str], nice: int,
     if words[0] == "-m":
         sys.path[:] = path if safe else [folder, *path]
         sys.argv[:] = words[1:]
+        sys.modules.pop(words[1], None)  # it runs as __main__
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.path[:] = [str(Path(words[0]).parent), *path]

@@ -165,7 +165,7 @@ class ProbeHandler(CheckedRequestHandler):
 def answering_probes(port: int) -> Iterator[None]:
     """Context manager that answers the pod's health probes at `port`."""
     with http.server.ThreadingHTTPServer(("0.0.0.0", port), ProbeHandler) as server:
-        PartThread("http", server.serve_forever).start()
+        PartThread("http", server.serve_forever, POLL_S).start()
         yield
         server.shutdown()
 

@@ -32,6 +32,8 @@ BEAT_OVER_DATA_S = 5.0
 """Interval of heartbeats over the data connection, which show whether the broker still knows that connection."""
 HELLO_AGAIN_S = 5.0
 """Seconds without an answer after which a `Hello` is repeated: a broker that died may have lost the first one."""
+LINGER_MS = 2000
+"""Milliseconds that a connection that closes gives the broker to take what was sent."""
 NAME_CHARACTERS = 90
 """Number of characters of a peer's name that its uid contains at most, so that the uid fits the wire type `Name`."""
 
@@ -89,7 +91,7 @@ class BrokerConnection:
 
     def _connect(self, keys: Keys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 2000)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, 10_000)
         socket.setsockopt(zmq.SNDTIMEO, 10_000)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -272,12 +274,13 @@ class BrokerConnection:
             if problem := handshake.problem():
                 raise self._denied(problem)
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        """Close both connections; wait at most `linger_ms` until what was sent has reached the broker's machine."""
         self._control.end()
         for handshake in self._handshakes:
             handshake.close()
-        self._data.close()
-        self._control.socket.close()
+        self._data.close(linger_ms)
+        self._control.socket.close(linger_ms)
         self._context.term()
 
 

@@ -208,7 +208,7 @@ class KVCache:
     def rows(self, slots: np.ndarray) -> CacheRows:
         """The cache rows of the given slots, by length group."""
         parts = []
-        for index in np.unique(self._group_of[slots]):
+        for index in sorted(set(self._group_of[slots].tolist())):
             inside, group = np.flatnonzero(self._group_of[slots] == index), self.groups[index]
             index_pair = [indices(values, group.device) for values in (self._row_of[slots[inside]], inside)]
             parts.append((group, *index_pair))
