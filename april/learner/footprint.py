@@ -63,7 +63,8 @@ def footprint(
     policy = policy_to_train(folder, adapter)
     if freeze_vision:
         freeze_tower(policy.lm)
-    own = sum(parameter.numel() for parameter in policy_to_train(folder, LoraSection()).parameters())
+    plain = policy_to_train(folder, LoraSection()) if adapter.is_set else policy
+    own = sum(parameter.numel() for parameter in plain.parameters())
     held = sum(parameter.numel() * parameter.itemsize for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.trained)
     matrices = sum(parameter.numel() for name, parameter in policy.trained if is_matrix(name, parameter))

@@ -20,13 +20,13 @@ RECOMPUTED = ("--learner.activation_checkpointing", "true")
 
 
 @pytest.fixture
-def large(config_file, policy_folder, tmp_path):
-    """The words that name a model of 1.7 billion parameters without weights, for one rank."""
+def large(request, config_file, policy_folder, tmp_path):
+    """The words that name a model of 1.7 billion parameters, or of so many layers, without weights, for one rank."""
     folder = tmp_path / "large"
     shutil.copytree(policy_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     config.pop("layer_types", None)
-    (folder / "config.json").write_text(json.dumps(config | SIZES))
+    (folder / "config.json").write_text(json.dumps(config | SIZES | getattr(request, "param", {})))
     return [
         "--model.path", str(folder), "--learner.ranks", "1", "--learner.compute", "bf16",
         "--sampling.max_response_tokens", "100",
@@ -51,6 +51,7 @@ def test_each_set_of_changes_makes_the_run_fit_and_none_contains_another(config_
     assert ways_to_fit(config, 0.1 * GIB) == []
 
 
+@pytest.mark.parametrize("large", [{"num_hidden_layers": 4}], indirect=True, ids=["four layers"])
 def test_what_is_trained_and_kept_is_counted(config_file, large):
     def learner(*words):
         return needs_of(load(config_file, [*large, *words])).learner

@@ -10,6 +10,7 @@ from april.data.arithmetic import demonstrations, split_of
 from april.launch.sft import warm_start as module
 from april.launch.sft.warm_start import Recipe, make_policy
 from april.learner.policy.arithmetic import VOCABULARY
+from tests.support.warm_imports import Popen
 
 pytestmark = pytest.mark.xdist_group("warm start")
 SMALL = Recipe(hidden_size=64, layers=1, easy=16, clean=16, noisy=32)
@@ -32,6 +33,7 @@ def lines():
 def policy(tmp_path_factory, lines):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SHOW_EVERY", 1)
+        patch.setattr("april.launch.target.subprocess.Popen", Popen)
         return make_policy(tmp_path_factory.mktemp("policies") / "seed0", 0, SMALL, log=lines.append)
 
 
