@@ -281,21 +281,20 @@ def test_a_reward_model_scores_in_batches_with_details(make_pool, reward_model):
     assert max(reward_model.batches) > 8 and len(reward_model.batches) < 40
 
 
-@pytest.mark.parametrize("fault", [503, 429])
-def test_a_temporary_refusal_is_retried(make_pool, reward_model, fault):
-    reward_model.faults = [fault, fault]
+def test_a_temporary_refusal_is_retried(make_pool, reward_model):
+    reward_model.faults = [503, 429]
     [score] = verified(make_pool(url=reward_model.url), ("remote", "abc", ""))
     assert score.reward == 3 and len(reward_model.batches) == 3
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"), [(400, "status 400"), (404, "404"), ("nonsense", "JSON"), ("short", "list of 1 scores")]
-)
-def test_a_permanent_refusal_is_an_error_at_once(make_pool, reward_model, fault, reason):
-    reward_model.faults = [fault]
-    [score] = verified(make_pool(url=reward_model.url), ("remote", "abc", ""))
-    assert score.reward is None and reason in score.error
-    assert len(reward_model.batches) == 1
+def test_a_permanent_refusal_is_an_error_at_once(make_pool, reward_model):
+    pool = make_pool(url=reward_model.url)
+    refusals = {400: "status 400", 404: "404", "nonsense": "JSON", "short": "list of 1 scores"}
+    for number, (fault, reason) in enumerate(refusals.items(), 1):
+        reward_model.faults = [fault]
+        [score] = verified(pool, ("remote", "abc", ""))
+        assert score.reward is None and reason in score.error
+        assert len(reward_model.batches) == number
 
 
 def test_a_reward_model_that_hangs_or_is_away_is_an_error(make_pool, reward_model):

@@ -194,25 +194,25 @@ def test_a_process_that_dies_and_leaves_a_child_is_an_error_and_the_child_is_kil
     wait_until(lambda: not is_running(child))
 
 
-@pytest.mark.parametrize(
-    ("verifier", "reason"),
-    [
-        ("bad_verifiers:fail", "RuntimeError: no such unit"),
-        ("bad_verifiers:infinite", "not finite"),
-        ("bad_verifiers:nan", "not finite"),
-        ("bad_verifiers:huge", "larger than 1e+09"),
-        ("bad_verifiers:text", "not a number"),
-        ("bad_verifiers:nothing", "not a number"),
-        ("unheard_of", "unheard_of"),
-    ],
-)
-def test_a_result_that_is_not_a_finite_number_is_an_error(make_pool, verifier, reason):
+NO_NUMBERS = {
+    "bad_verifiers:fail": "RuntimeError: no such unit",
+    "bad_verifiers:infinite": "not finite",
+    "bad_verifiers:nan": "not finite",
+    "bad_verifiers:huge": "larger than 1e+09",
+    "bad_verifiers:text": "not a number",
+    "bad_verifiers:nothing": "not a number",
+    "unheard_of": "unheard_of",
+}
+
+
+def test_a_result_that_is_not_a_finite_number_is_an_error(make_pool):
     pool = make_pool()
-    pool.submit(0, verifier, "a", "a", "stop")
-    pool.submit(1, "exact", "a", "a", "stop")
-    scores = collect(pool, 2)
-    assert scores[0].reward is None and reason in scores[0].error
-    assert scores[1].reward == 1.0
+    for key, verifier in enumerate([*NO_NUMBERS, "exact"]):
+        pool.submit(key, verifier, "a", "a", "stop")
+    scores = collect(pool, len(NO_NUMBERS) + 1)
+    for key, reason in enumerate(NO_NUMBERS.values()):
+        assert scores[key].reward is None and reason in scores[key].error
+    assert scores[len(NO_NUMBERS)].reward == 1.0
 
 
 def test_a_verifier_that_prints_does_not_disturb_the_scores_and_a_boolean_is_one(make_pool):

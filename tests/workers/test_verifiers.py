@@ -13,6 +13,7 @@ from april.workers.rewards.messages import Item, RewardRules, Score
 from april.workers.rewards.process import preload, validated, verify
 from april.workers.rewards.text import after_thinking, choice, exact, f1, final_answer, gsm8k, last_boxed, regex
 from april.workers.rewards.verifiers import check_verifier
+from tests.support.marks import full
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,11 @@ def test_regex_searches_what_follows_the_reasoning():
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=[f"{pair['response']} for {pair['label']}" for pair in PAIRS])
+@pytest.mark.parametrize(
+    "pair",
+    [full(pair) if number % 3 else pair for number, pair in enumerate(PAIRS)],
+    ids=[f"{pair['response']} for {pair['label']}" for pair in PAIRS],
+)
 def test_an_answer_is_right_iff_it_is_equivalent_to_the_label_however_both_are_written(pair):
     assert math(pair["response"], pair["label"], "stop")[0] == pair["right"]
 
@@ -100,8 +105,8 @@ def test_the_last_box_that_is_closed_counts(response, boxed):
 
 def test_a_repetition_of_boxes_that_are_never_closed_is_read_in_one_pass():
     """Within the limit of the suite: in quadratic time it would take hours."""
-    assert last_boxed(r"\boxed{3} " + r"\boxed{" * 300_000) == "3"
-    assert last_boxed(r"\boxed{" * 300_000 + "}" * 300_000) == ""
+    assert last_boxed(r"\boxed{3} " + r"\boxed{" * 100_000) == "3"
+    assert last_boxed(r"\boxed{" * 100_000 + "}" * 100_000) == ""
 
 
 def test_the_answer_is_behind_the_reasoning():
