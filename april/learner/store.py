@@ -30,8 +30,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, S
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from april.config.stored import StoredCheckpoints
 from april.learner import checkpoint
@@ -172,11 +172,14 @@ def write_files(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePl
 
 
 def copy_to_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of sharded tensors, by name, in the memory of this machine."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    copied = stager.stage(state)
-    stager.close()
-    return copied
+    """A copy of sharded tensors, by name, in the memory of this machine. torch's own stager takes ten times as long."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        assert isinstance(tensor, DTensor)
+        own = tensor.to_local().detach().to("cpu", copy=True)
+        return DTensor(own, tensor._spec, requires_grad=False)  # on the CPU, whatever the device of its mesh
+
+    return {name: copied(tensor) for name, tensor in state.items()}
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

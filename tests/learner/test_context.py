@@ -101,7 +101,7 @@ def test_steps_are_those_of_one_rank(alone, shared, case):
 def test_a_batch_trained_again_gives_the_same_bits(policy_folder, tmp_path, layout):
     ranks, size = layout
     batches, shared = (
-        [uneven_batch(step, policy_folder) for step in range(3)],
+        [uneven_batch(step, policy_folder) for step in range(2)],
         {"ranks": ranks, "context_parallel": size},
     )
     jobs = [job(make_config(policy_folder, tmp_path / name, **shared), batches) for name in ("once", "again")]

@@ -29,6 +29,7 @@ from tests.support.learner.frozen_weights import assert_computes_as, full_gradie
 from tests.support.learner.reference import ReferenceLearner
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import VOCAB, job, make_config, make_sample, near_policy, settings
+from tests.support.marks import full
 
 CPU = torch.device("cpu")
 
@@ -72,7 +73,9 @@ def test_experts_with_unaligned_sizes_are_computed_one_by_one(one_rank, tmp_path
 
 
 @ARCHITECTURES
-@pytest.mark.parametrize("learner", [{}, {"compute": "bf16", "activation_checkpointing": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "learner", [full({}), {"compute": "bf16", "activation_checkpointing": True}], ids=["fp32", "bf16"]
+)
 def test_steps_on_a_batch_lower_its_loss_and_move_fp32_weights(config, learner, one_rank, tmp_path):
     folder = random_model(config, tmp_path / "source")
     trainer = Trainer(make_config(folder, tmp_path / "run", lr=3e-3, grad_clip=1.0, **learner), CPU)

@@ -80,7 +80,7 @@ def test_a_rank_that_has_its_share_is_given_no_more_though_it_holds_everything()
     assert sorted(divide(heads, RANKS, [{1}] * len(heads))) == [0] * 4 + [1] * 4 + [2] * 4
 
 
-EXPORTED = ("qwen3", "qwen3_moe", "deepseek_v3")
+EXPORTED = ("qwen3", "qwen3_moe")
 CASES = {name: {"export": (0, 0)} for name in EXPORTED} | {
     "tried again": {"export": (1, 1)},
     "full disk": {"export": (1, 9)},
