@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april.broker.journal.snapshot import freeze, thaw
@@ -143,6 +143,7 @@ def test_hopeless_prompts_are_drawn_seldom_and_none_is_forgotten(sampler):
     assert FLOOR / 2 < hopeless < 2 * FLOOR
 
 
+@settings(max_examples=30)
 @given(data=st.data())
 def test_the_prompt_of_the_largest_weight_times_age_is_drawn_also_where_an_epoch_has_rows_twice_or_not_at_all(data):
     order = data.draw(st.lists(st.integers(0, ROWS - 1), min_size=4).filter(lambda rows: {*rows} != {UNUSABLE}))

@@ -19,10 +19,6 @@ RANKS = 3
 """The last one holds none of four experts."""
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "jamba", "olmo_hybrid")
 """Families whose files have experts, or other parts of a tensor of the model, apart."""
-
-
-ADAPTED = {f"{base}, rank {rank}": {"rank": rank, "base": base} for base, rank in (("fp32", 1), ("nf4", 3))}
-"""Adapters; of a single row of A two ranks have nothing."""
 SMALL_BYTES = 600
 """Size of a bucket that has part of a tensor, or a few of its rows, or part of a row."""
 
@@ -37,25 +33,19 @@ def gathered(tmp_path_factory):
     return dict(zip(MIXTURES, run_ranks(RANKS, jobs, folder / "ranks"), strict=True))
 
 
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory):
-    """{adapter: what the ranks gather}"""
-    folder = tmp_path_factory.mktemp("adapters")
-    make_policy(folder / "qwen3", intermediate_size=64)
-    configs = [make_config(folder / "qwen3", folder / f"run {name}", lora=lora) for name, lora in ADAPTED.items()]
-    jobs = [job(config, [], parts=True, random_adapter=True, bucket_bytes=SMALL_BYTES) for config in configs]
-    return dict(zip(ADAPTED, run_ranks(RANKS, jobs, folder / "ranks"), strict=True))
-
-
-@pytest.mark.xdist_group("adapted")
-@pytest.mark.parametrize("name", ADAPTED)
-def test_ranks_merge_an_adapter_into_the_parts_that_they_gather(adapted, name):
-    """A product of a few rows may differ in its last bit from that of all rows of a rank."""
-    found, expected = adapted[name]["from_parts"], adapted[name]["weights"]
+@pytest.mark.parametrize(("base", "rank"), [("fp32", 1), pytest.param("nf4", 3, marks=pytest.mark.full)])
+def test_ranks_merge_an_adapter_into_the_parts_that_they_gather(tmp_path, base, rank):
+    """Of a single row of A two ranks have nothing. A product of a few rows may differ in its last bit from that of all
+    rows of a rank."""
+    make_policy(tmp_path / "qwen3", intermediate_size=64)
+    config = make_config(tmp_path / "qwen3", tmp_path / "run", lora={"rank": rank, "base": base})
+    adapted = job(config, [], parts=True, random_adapter=True, bucket_bytes=SMALL_BYTES)
+    (result,) = run_ranks(RANKS, [adapted], tmp_path / "ranks")
+    found, expected = result["from_parts"], result["weights"]
     assert found.keys() == expected.keys()
     for each, value in expected.items():
         torch.testing.assert_close(found[each], value, rtol=1e-6, atol=1e-6)
-    assert all(adapted[name]["names"]), "each rank gathers a part"
+    assert all(result["names"]), "each rank gathers a part"
 
 
 @pytest.mark.full
