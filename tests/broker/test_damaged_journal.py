@@ -207,7 +207,7 @@ def verify(talk):
     return verifier.take()
 
 
-@pytest.mark.parametrize(("number", "calls"), zip(REFUSALS, (40, 1, 5, 1), strict=True))
+@pytest.mark.parametrize(("number", "calls"), [*zip(REFUSALS, (40, 1, 5, 1), strict=True)])
 def test_a_refused_read_behind_a_start_is_tried_again_and_only_a_wrong_checksum_is_damage(
     talk, worker, refuse, monkeypatch, number, calls
 ):

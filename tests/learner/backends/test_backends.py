@@ -45,7 +45,7 @@ MODELS = {
 } | MIXTURES
 FURTHER = ["untied", "qwen2", "llama"]
 """Models of which the short suite trains no step."""
-ONE_STEP = {name: (name, {}) for name in MODELS if name not in FURTHER} | {"opob": ("tied", {"advantage": "opob"})}
+ONE_STEP = {name: (name, {}) for name in MODELS} | {"opob": ("tied", {"advantage": "opob"})}
 """model and keys of [algorithm]; with `opob` the gradient of each response is asked for first"""
 UNCLIPPED = {"grad_clip": 1e9, "microbatch_tokens": 64}
 LEARNS = {"microbatch_tokens": 64, "grad_clip": 0.5, "weight_decay": 0.1}
@@ -53,8 +53,9 @@ KL = {"kl_coef": 0.2}
 UNBOUND = {"clip_low": 1.0, "clip_high": 100.0}
 """Clip bounds that no ratio reaches, so that rounding cannot decide about clipping."""
 STEPS, SAVED_AFTER = 3, 2
-RUNS = ["tied", "experts"]
+RUNS = ["experts", "tied"]
 """Models trained for several steps, and resumed from a checkpoint."""
+EACH_RUN = pytest.mark.parametrize("model", ["experts", full("tied")])
 
 pytestmark = [pytest.mark.xdist_group("backends"), pytest.mark.timeout(600)]
 
@@ -135,21 +136,36 @@ def ranks(request, models, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def outcome(ranks, models, batches, begun):
-    jobs = ranks.one_step(batches[0], ONE_STEP)
-    for model in RUNS:
-        whole, taken = (ranks.config(f"{name}-{model}", model, algorithm=KL, **LEARNS) for name in ("whole", "taken"))
-        jobs[f"whole {model}"] = jobs[f"resumed {model}"] = (whole, batches, models[model])
-        jobs[f"taken {model}"] = (taken, batches, models[model])
-        shutil.copytree(begun[model], taken.run_dir)
-        rounded = ranks.config(f"rounded-{model}", model, algorithm=KL | UNBOUND, compute="bf16", **LEARNS)
-        jobs[f"rounded {model}"] = jobs[f"rounded again {model}"] = (rounded, batches, models[model])
-    return ranks.train(jobs)
+def jobs(ranks, models, batches, begun):
+    """jobs(cases, run): those of one step of each case, and of several of the model `run`."""
+
+    def of(cases, run):
+        found = ranks.one_step(batches[0], {name: ONE_STEP[name] for name in cases})
+        whole, taken = (ranks.config(f"{name}-{run}", run, algorithm=KL, **LEARNS) for name in ("whole", "taken"))
+        found[f"whole {run}"] = found[f"resumed {run}"] = (whole, batches, models[run])
+        found[f"taken {run}"] = (taken, batches, models[run])
+        shutil.copytree(begun[run], taken.run_dir)
+        rounded = ranks.config(f"rounded-{run}", run, algorithm=KL | UNBOUND, compute="bf16", **LEARNS)
+        found[f"rounded {run}"] = found[f"rounded again {run}"] = (rounded, batches, models[run])
+        return found
+
+    return of
 
 
 @pytest.fixture(scope="module")
-def further(ranks, batches):
-    return ranks.train(ranks.one_step(batches[0], {name: (name, {}) for name in FURTHER}))
+def few(ranks, jobs):
+    return ranks.train(jobs([name for name in ONE_STEP if name not in FURTHER], "experts"))
+
+
+@pytest.fixture(scope="module")
+def further(ranks, jobs):
+    return ranks.train(jobs(FURTHER, "tied"))
+
+
+@pytest.fixture
+def outcome(request, few):
+    """outcome(job): (result, config, batches, model)"""
+    return lambda name: few[name] if name in few else request.getfixturevalue("further")[name]
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +186,8 @@ def expected():
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
-def test_published_weights_equal_the_folder_by_name_and_value(outcome, further, model):
-    result, _, _, folder = (outcome | further)[f"step {model}"]
+def test_published_weights_equal_the_folder_by_name_and_value(outcome, model):
+    result, _, _, folder = outcome(f"step {model}")
     files = load_file(folder / "model.safetensors")
     published, from_parts = result["loaded"]
     assert published.keys() == files.keys()
@@ -179,10 +195,9 @@ def test_published_weights_equal_the_folder_by_name_and_value(outcome, further, 
     assert equal(from_parts, files), "the ranks gather the same in parts"
 
 
-@pytest.mark.parametrize("case", [*ONE_STEP, *map(full, FURTHER)])
-def test_logprobs_loss_and_gradients_are_the_reference_s(request, ranks, expected, case):
-    done = request.getfixturevalue("further" if case in FURTHER else "outcome")
-    result, config, (batch,), folder = done[f"step {case}"]
+@pytest.mark.parametrize("case", [full(name) if name in FURTHER else name for name in ONE_STEP])
+def test_logprobs_loss_and_gradients_are_the_reference_s(outcome, expected, case):
+    result, config, (batch,), folder = outcome(f"step {case}")
     logprobs, step = expected(case, folder, config, batch)
     (found,) = result["steps"]
     assert found["logprobs"]
@@ -198,9 +213,9 @@ def test_logprobs_loss_and_gradients_are_the_reference_s(request, ranks, expecte
     assert {name: metrics[name] for name in step.means} == pytest.approx(step.means, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("model", RUNS)
+@EACH_RUN
 def test_steps_are_the_reference_s_with_clipping_decay_and_divergence(outcome, model):
-    result, config, batches, folder = outcome[f"whole {model}"]
+    result, config, batches, folder = outcome(f"whole {model}")
     reference = ReferenceLearner(folder, settings(config))
     norms = [reference.step(batch.groups, batch.step).grad_norm for batch in batches]
     assert [step["metrics"]["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-3)
@@ -210,10 +225,10 @@ def test_steps_are_the_reference_s_with_clipping_decay_and_divergence(outcome, m
         assert off.mean() < 1e-3 * config.learner.lr and off.max() < 0.1 * config.learner.lr, name
 
 
-@pytest.mark.parametrize("model", RUNS)
+@EACH_RUN
 @pytest.mark.parametrize("names", [("whole", "resumed"), ("rounded", "rounded again")], ids=["fp32", "bf16"])
 def test_a_resumed_run_is_bitwise_the_same(outcome, model, names):
-    whole, resumed = (outcome[f"{name} {model}"][0] for name in names)
+    whole, resumed = (outcome(f"{name} {model}")[0] for name in names)
     assert (whole["restored"], resumed["restored"]) == (0, SAVED_AFTER)
     for kind in ("weights", "state"):
         assert whole[kind].keys() == resumed[kind].keys()
@@ -227,10 +242,10 @@ def untimed(metrics):
     return {name: value for name, value in metrics.items() if not name.endswith(("_s", "tflop_per_s"))}
 
 
-@pytest.mark.parametrize("model", RUNS)
+@EACH_RUN
 def test_in_bfloat16_a_step_is_the_reference_s_but_for_rounding(outcome, expected, model):
     """Master weights are fp32, and change by less than bfloat16 can represent."""
-    result, config, batches, folder = outcome[f"rounded {model}"]
+    result, config, batches, folder = outcome(f"rounded {model}")
     logprobs, step = expected(f"rounded {model}", folder, config, batches[0])
     found = result["steps"][0]
     off = torch.cat([(seen - logprobs[place]).abs() for place, seen in found["logprobs"].items()])
@@ -246,15 +261,15 @@ def test_in_bfloat16_a_step_is_the_reference_s_but_for_rounding(outcome, expecte
     assert not all(torch.equal(value, value.bfloat16().float()) for value in kept)
 
 
-@pytest.mark.parametrize("model", RUNS)
+@EACH_RUN
 def test_another_back_end_resumes_from_its_checkpoint(outcome, model, one_rank):
     """FSDP2 on one rank resumes from it: weights and moments have one format."""
-    _, config, batches, _ = outcome[f"resumed {model}"]
+    _, config, batches, _ = outcome(f"resumed {model}")
     alone = {"backend": "fsdp", "ranks": 1, "pipeline_parallel": 1, "tensor_parallel": 1, "expert_parallel": 1}
     section = config.learner.model_copy(update=alone)
     trainer = Trainer(config.model_copy(update={"learner": section}), torch.device("cpu"))
     assert (trainer.restore(), trainer.optimizer_steps) == (SAVED_AFTER, SAVED_AFTER)
-    whole = outcome[f"whole {model}"][0]
+    whole = outcome(f"whole {model}")[0]
     expected = whole["steps"]
     for batch, before in zip(batches[SAVED_AFTER:], expected[SAVED_AFTER:], strict=True):
         metrics = trainer.step(batch)
@@ -267,10 +282,10 @@ def test_another_back_end_resumes_from_its_checkpoint(outcome, model, one_rank):
         assert (state[name] - value).abs().max().item() <= 1e-3 * largest + 1e-7, name
 
 
-@pytest.mark.parametrize("model", RUNS)
+@EACH_RUN
 def test_it_resumes_from_the_checkpoint_of_another_back_end(outcome, model):
     """It resumes from a checkpoint of FSDP2 on one rank."""
-    whole, taken = outcome[f"whole {model}"][0], outcome[f"taken {model}"][0]
+    whole, taken = outcome(f"whole {model}")[0], outcome(f"taken {model}")[0]
     assert taken["restored"] == SAVED_AFTER
     for step, before in zip(taken["steps"], whole["steps"][SAVED_AFTER:], strict=True):
         assert step["metrics"]["loss"] == pytest.approx(before["metrics"]["loss"], rel=1e-3, abs=1e-5)
