@@ -23,6 +23,7 @@ from april.weights.transports import OtherMachine, SharedMemoryTransport
 from april.wire.message import Version
 from tests.support.channel_workers import PATIENCE_S, ChannelWorker, take, total, weights
 from tests.support.listening_addresses import listeners
+from tests.support.marks import full
 from tests.support.run_processes import wait_until
 
 
@@ -150,6 +151,7 @@ def total_with_adapter(step):
     return pytest.approx(sum(float(each.double().sum()) for each in parts), abs=1e-3)
 
 
+@pytest.mark.parametrize("transport", ["collective", full("shared_memory")])
 def test_an_adapter_is_sent_alone_to_workers_with_its_base_model_and_all_weights_to_others(
     publisher, worker, make_model, caplog
 ):
@@ -218,6 +220,7 @@ def test_a_killed_worker_does_not_keep_the_others_from_their_weights(publisher, 
 
 
 @impatient
+@pytest.mark.parametrize("transport", ["shared_memory", full("collective")])
 def test_a_worker_killed_in_the_middle_of_a_transfer_costs_only_its_own_channel(
     publisher, worker, monkeypatch, transport
 ):
@@ -242,6 +245,7 @@ def test_a_worker_killed_in_the_middle_of_a_transfer_costs_only_its_own_channel(
     assert worker("w1").await_version(Version(0, 1)) == 10_000_000
 
 
+@pytest.mark.parametrize("transport", ["collective", full("shared_memory")])
 def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):
     first = worker("w0")
     publisher.publish(Version(0, 0), weights(0))
@@ -292,6 +296,7 @@ def test_a_late_worker_gets_the_last_version_before_the_learner_ends(publisher, 
     assert [channel.acknowledged for channel in publisher._channels.values()] == [late.version]
 
 
+@collective
 @pytest.mark.parametrize("patience", [WeightsSection(publish_deadline_s=5.0, transfer_deadline_s=1.0)], ids=["hasty"])
 def test_nobody_waits_for_a_worker_that_puts_its_update_off_and_it_keeps_its_channel(publisher, receive):
     publisher.publish(Version(0, 0), weights(0))
