@@ -94,10 +94,17 @@ def bench(request, tiny_model):
 
 FIRST = {check.function: check for check in reversed(CHECKS)}
 """The first of the checks that differ in their values alone."""
+FURTHER = ("after 1 tokens", "after 100 tokens", "cut once", "at temperature 1", "at temperature 1.7")
+"""Ends of the names of checks that differ in a value alone from one which the short test suite has."""
+
+
+def marks_of(check, engine):
+    further = [pytest.mark.full] if engine == "torch" and check.name.endswith(FURTHER) else []
+    return MARKS.get(engine.removesuffix("-retract"), further)
 
 
 PAIRS = [
-    pytest.param(check, engine, marks=MARKS.get(engine.removesuffix("-retract"), ()))
+    pytest.param(check, engine, marks=marks_of(check, engine))
     for check in CHECKS
     for engine in (*STARTS, *([RETRACT] if check.interrupts else ()))
     if engine != "vllm" or check in FIRST.values()

@@ -30,6 +30,7 @@ from april.workers.engines.embedded.decoder import Decoder
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.embedded.flat_cache import SCRATCH, Extents, FlatCache
 from april.workers.engines.embedded.sampling import LARGE_VOCABULARY, draw
+from tests.support.marks import full
 
 
 @pytest.fixture(params=[False, True], ids=["grouped", "flat"])
@@ -49,6 +50,9 @@ def make_engine(request, tiny_model):
     yield make
     for engine in made:
         engine.close()
+
+
+only_flat = pytest.mark.parametrize("make_engine", [True], ids=["flat"], indirect=True)
 
 
 def test_a_chunk_is_due_after_its_time(make_engine):
@@ -86,7 +90,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(make_engine, tiny_model, cut
     assert_true_logprobs(tiny_model(), request, stream)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", full("llama")])
 def test_after_a_swap_every_logprob_is_that_of_the_new_weights(make_engine, tiny_model, architecture):
     old, new = tiny_model(architecture, 0), tiny_model(architecture, 1)
     engine = make_engine(old, slots=6)
@@ -205,7 +209,7 @@ def test_cancel_after_a_swap_returns_one_chunk_a_version(make_engine, tiny_model
     assert [(chunk.version, len(chunk.tokens)) for chunk in engine.cancel(2)] == [(V1, 1)]
 
 
-@pytest.mark.parametrize("shard_size", ["10KB", "1GB"])
+@pytest.mark.parametrize("shard_size", ["10KB", full("1GB")])
 def test_folder_weights_are_loaded_from_one_or_several_files(make_engine, tiny_model, tmp_path, shard_size):
     tiny_model().reference.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size == "10KB")
@@ -223,7 +227,7 @@ def test_seeds_give_distinct_samples_and_the_same_seed_the_same(make_engine):
     assert len(others) == len(requests) - 1
 
 
-@pytest.mark.parametrize("vocabulary", [40, LARGE_VOCABULARY, LARGE_VOCABULARY + 77, 30_000])
+@pytest.mark.parametrize("vocabulary", [40, LARGE_VOCABULARY, LARGE_VOCABULARY + 77, full(30_000)])
 def test_a_token_is_drawn_by_its_share_of_the_weights(vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
     weights = torch.randn(64, vocabulary, generator=generator).mul(3).softmax(-1)
@@ -236,10 +240,11 @@ def test_a_token_is_drawn_by_its_share_of_the_weights(vocabulary):
     assert (end >= target - 1e-12).all() and (end - weights.gather(1, drawn) <= target + 1e-12).all()
 
 
+@only_flat
 def test_steps_that_run_ahead_of_the_host_lose_and_repeat_nothing(make_engine):
     stops = frozenset(range(0, VOCABULARY, 9))
     requests = [Request(i, prompt(3 + i % 4), 40, seed=i, stop_token_ids=stops) for i in range(24)]
-    plain, ahead = make_engine(flat=True, slots=4), make_engine(flat=True, slots=4)
+    plain, ahead = make_engine(slots=4), make_engine(slots=4)
     plain._flat = False  # its cache is flat; its steps wait for the host
     expected = drive(plain, requests)
     for request in requests:
@@ -318,10 +323,11 @@ def test_sequences_that_find_no_room_in_the_cache_wait_and_lose_nothing(
         assert join(*streams).tokens == whole[request.id].tokens
 
 
+@only_flat
 def test_contexts_that_are_moved_together_between_two_steps_of_a_batch_go_on_as_before(make_engine):
     """As for a request that comes then, and still finds no room."""
     requests = [Request(i, prompt(60, seed=i), length, seed=i) for i, length in enumerate([20, 60, 60])]
-    whole, engine = drive(make_engine(), requests), make_engine(flat=True, chunk_tokens=100)
+    whole, engine = drive(make_engine(), requests), make_engine(chunk_tokens=100)
     before = drive(engine, requests, steps=30)
     with torch.inference_mode():
         assert engine._batch is not None and engine._cache._compact()
@@ -331,9 +337,10 @@ def test_contexts_that_are_moved_together_between_two_steps_of_a_batch_go_on_as_
         assert join(*streams).tokens == whole[request.id].tokens
 
 
+@only_flat
 def test_an_abort_of_those_that_waited_for_room_in_the_cache_lets_others_in(make_engine, monkeypatch):
     monkeypatch.setattr(FlatCache, "_room", lambda cache: SCRATCH + cache.max_context)
-    engine = make_engine(flat=True)
+    engine = make_engine()
     drive(engine, [Request(i, prompt(60, seed=i), 400, seed=i) for i in range(4)], steps=100)
     assert engine._cache_full
     engine.cancel_all(list(range(4)))
@@ -357,7 +364,7 @@ def test_extents_never_overlap_and_free_ranges_are_merged(steps):
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [full(0.0), 0.6, full(1.0), full(1.7)])
 def test_logprobs_of_other_architectures_are_true(make_engine, tiny_model, architecture, temperature):
     model = tiny_model(architecture)
     requests = requests_of_many_shapes(12, temperature=temperature)
