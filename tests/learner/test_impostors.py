@@ -167,6 +167,7 @@ PERMITTED = {
     "april/learner/checkpoint.py": {"pickle", "pickle.Unpickler"},
     "april/trainers/adapters/openrlhf.py": {"ray"},
     "april/trainers/adapters/verl.py": {"ray"},
+    "april/workers/rewards/code.py": {"marshal"},
     "april/workers/engines/sglang/weights.py": {"multiprocessing.reduction.ForkingPickler"},
 }
 """Those that April uses, by file. docs/security.md says of each who reaches it, and why."""
