@@ -11,7 +11,6 @@ a JSON object of several columns. Call conventions as in huggingface/trl at f2cd
 verl-project/verl at 1dda039b9 (verl/experimental/reward_loop), PrimeIntellect-ai/verifiers at da3050651 (Rubric).
 """
 
-import asyncio
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -137,6 +136,8 @@ def verifier_of_task(kind: Any) -> Callable[..., tuple[float, dict[str, float]]]
 
     Raises LookupError for a class that is not a Task, or whose rewards need the runtime that a task ran in.
     """
+    import asyncio
+
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 
@@ -225,11 +226,14 @@ def messages_of(prompt: RowPrompt) -> list[dict[str, Any]]:
 
 def resolved(result: Any) -> Any:
     """The result of a function; if it is a coroutine, what that returns."""
+    if not inspect.isawaitable(result):
+        return result
+    import asyncio  # slow, and seldom needed
 
     async def wait() -> Any:
         return await result
 
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+    return asyncio.run(wait())
 
 
 def text_only(adapter: Callable[..., Function]) -> Callable[[Function], Function]:
