@@ -149,7 +149,7 @@ def test_a_watchdog_that_fails_ends_its_process(ended, monkeypatch):
 @pytest.fixture
 def channel(monkeypatch):
     """A publisher with a version, and a receiver that has not been connected yet."""
-    publisher = WeightPublisher(WeightsSection(host="127.0.0.1", join_deadline_s=1.0), "run", "cpu")
+    publisher = WeightPublisher(WeightsSection(host="127.0.0.1", join_deadline_s=2.0), "run", "cpu")
     receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
     yield publisher, receiver
     receiver.close()
