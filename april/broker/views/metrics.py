@@ -406,7 +406,7 @@ class Exporter:
         registry.register(self)
         self._server = HttpServer((host, port), request_handler(self, registry, names_of(host, *host_names)))
         self.address = f"http://{host}:{self._server.server_address[1]}"
-        PartThread("http", self._server.serve_forever).start()
+        PartThread("http", self._server.serve_forever, 0.02).start()  # looks so often (s) whether it is to end
 
     def passed(self, now: float, take_snapshot: Callable[[RunStatus | None], MetricsSnapshot]) -> None:
         """Record the time of a pass of the broker's loop, and take a metrics snapshot every `SNAPSHOT_S`.
@@ -463,10 +463,6 @@ def histogram_family(syncs: Histogram) -> HistogramMetricFamily:
 class HttpServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
-
-    def serve_forever(self, poll_interval: float = 0.02) -> None:
-        """As its base class, which would let `shutdown` wait for up to half a second."""
-        super().serve_forever(poll_interval)
 
     def handle_error(self, request, client_address) -> None:
         """Ignore errors of clients that disconnect."""
