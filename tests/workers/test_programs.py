@@ -398,6 +398,7 @@ JUDGES = {
                                 "entry_point": "gcd"}),
     "a function of the other operand": ("def lcm(a, b): return 12", "gcd", "assert lcm(4, 6) == 24 // gcd(4, 6)"),
     "a built-in's name": ("def f(n): return sum(n)", "sum", "want = sum([1, 2])\nassert f([1, 2]) == want"),
+    "a function that is also tested": (ADDED, "gcd", "x = gcd(9, 6)\nassert x == 3\nassert f(1, 2) == x"),
 }  # fmt: skip
 FURTHER_JUDGES = {
     "a library of a check": ("def f(n): return n + 2.0", "np",
@@ -406,7 +407,6 @@ FURTHER_JUDGES = {
                                                       "assert f('aab') == Counter('aab')"),
     "a class by a variable": (COUNT, "Counter", "want = Counter('aab')\nassert f('aab') == want"),
     "a function by a variable": (ADDED, "gcd", "want = gcd(9, 6)\nassert f(1, 2) == want"),
-    "a function that is also tested": (ADDED, "gcd", "x = gcd(9, 6)\nassert x == 3\nassert f(1, 2) == x"),
     "a module by a variable": ("import datetime\ndef f(n): return datetime.datetime(2024, 1, n)", "datetime",
                                "want = datetime(2024, 1, 2)\nassert f(2) == want"),
 }  # fmt: skip
