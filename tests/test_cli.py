@@ -17,7 +17,9 @@ from april.cli.command import COMMANDS
 build_parser()
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize(
+    "command", sorted(COMMANDS, key=lambda command: command.name), ids=lambda command: command.name
+)
 def test_a_command_and_its_options_have_help_in_sentences(command):
     texts = [command.function.__doc__, *(option.settings["help"] for option in command.options)]
     for text in texts:

@@ -145,7 +145,7 @@ def test_the_divergence_from_the_reference_policy(pair, estimator, normalisation
     assert metrics["trained_tokens"] == metrics["tokens"], "samples without an advantage have a gradient, too"
 
 
-@pytest.mark.parametrize(("place", "correction"), enumerate(CORRECTIONS), ids=CORRECTIONS)
+@pytest.mark.parametrize(("place", "correction"), [*enumerate(CORRECTIONS)], ids=CORRECTIONS)
 def test_the_pull_towards_behaviour(pair, place, correction):
     keys = {"behaviour_coef": 0.3, "normalisation": NORMALISATIONS[place // 3 % 3]}
     pair.compare(BUDGETS[place % 3], keys | CORRECTIONS[correction])
