@@ -16,6 +16,7 @@ from april.broker.ledger.samples import GroupState
 from april.broker.verification import JournalVerifier
 from tests.support.broker_conversation import FakeLearner, FakeWorker, damage, finish_evaluation, make_batch
 from tests.support.filling_journal import SETTINGS, Run
+from tests.support.marks import full
 
 
 def damage_tokens(talk, sample):
@@ -207,7 +208,8 @@ def verify(talk):
     return verifier.take()
 
 
-@pytest.mark.parametrize(("number", "calls"), [*zip(REFUSALS, (40, 1, 5, 1), strict=True)])
+@pytest.mark.parametrize("number", REFUSALS)
+@pytest.mark.parametrize("calls", [1, full(5), 40])
 def test_a_refused_read_behind_a_start_is_tried_again_and_only_a_wrong_checksum_is_damage(
     talk, worker, refuse, monkeypatch, number, calls
 ):

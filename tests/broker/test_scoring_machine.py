@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -236,7 +237,12 @@ class Scoring(RuleBasedStateMachine):
                 assert all(sample.lease_id == lease_id for sample in lease.samples)
 
 
-TestScoring = Scoring.TestCase
-TestScoring.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+def machine_test(runs):
+    found = type("Runs", (Scoring.TestCase,), {})
+    found.settings = settings(
+        max_examples=runs, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    return found
+
+
+TestScoring, TestManyScorings = machine_test(50), pytest.mark.full(machine_test(200))

@@ -14,6 +14,7 @@ from tests.support.learner.algorithm_cases import ADVANTAGES, CORRECTIONS, LOSSE
 from tests.support.learner.frozen_weights import FrozenReference, FrozenTrainer, assert_equals, short
 from tests.support.learner.reference import ReferenceLearner
 from tests.support.learner.small_learner import batch_in_turns, cut_batch, far_batch, make_config, settings, stale_batch
+from tests.support.marks import full
 
 pytestmark = pytest.mark.xdist_group("objective_reference")
 KINDS = list(product(ADVANTAGES, NORMALISATIONS))
@@ -145,10 +146,12 @@ def test_the_divergence_from_the_reference_policy(pair, estimator, normalisation
     assert metrics["trained_tokens"] == metrics["tokens"], "samples without an advantage have a gradient, too"
 
 
+@pytest.mark.parametrize("shift", [0, full(1), full(2)])
 @pytest.mark.parametrize(("place", "correction"), [*enumerate(CORRECTIONS)], ids=CORRECTIONS)
-def test_the_pull_towards_behaviour(pair, place, correction):
-    keys = {"behaviour_coef": 0.3, "normalisation": NORMALISATIONS[place // 3 % 3]}
-    pair.compare(BUDGETS[place % 3], keys | CORRECTIONS[correction])
+def test_the_pull_towards_behaviour(pair, place, correction, shift):
+    """Each correction is tried with one micro-batch budget and one normalisation, and with all shifts with each."""
+    keys = {"behaviour_coef": 0.3, "normalisation": NORMALISATIONS[(place // 3 + shift) % 3]}
+    pair.compare(BUDGETS[(place + shift) % 3], keys | CORRECTIONS[correction])
 
 
 def test_the_reference_gives_the_same_padded_or_one_sequence_at_a_time(pair):
